@@ -1,0 +1,34 @@
+"""EDiT and A-EDiT for PyTorch: ``LocalSGDOptimizer`` replaces ``torch.optim.AdamW``.
+
+Replicas of a plain or sharded model train on their own for many steps and synchronise layer by layer in the
+forward pass. See :class:`LocalSGDOptimizer`. ``edit.monitor`` (TensorBoard) is imported on demand.
+"""
+
+from . import methods
+from .anomaly import AnomalyTest, EMAZTest
+from .comm import SyncError
+from .optimizer import LocalSGDOptimizer
+from .outer import Average, HeavyBall, Nesterov, Outer
+from .penalty import Penalty, PseudoGradientPenalty
+from .round import RoundReport
+from .schedule import EverySeconds, EverySteps, Progress, Schedule
+
+__all__ = [
+    "AnomalyTest",
+    "Average",
+    "EMAZTest",
+    "EverySeconds",
+    "EverySteps",
+    "HeavyBall",
+    "LocalSGDOptimizer",
+    "Nesterov",
+    "Outer",
+    "Penalty",
+    "Progress",
+    "PseudoGradientPenalty",
+    "RoundReport",
+    "Schedule",
+    "SyncError",
+    "methods",
+]
+__version__ = "0.1.0"

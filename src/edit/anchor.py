@@ -1,0 +1,90 @@
+"""Where anchor and outer optimizer state live: beside the parameters, or in host memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .layers import Layer
+from .outer import Outer
+
+
+class Anchor:
+    """Anchor and outer optimizer: one flat vector a layer, updated one layer at a time.
+
+    Args:
+        layers: the layers; layer ``l``'s anchor is ``flats[l]``, in the layer's dtype.
+        outer: makes the optimizer of the flat vectors. Must be elementwise: a vector holds one rank's part.
+        offload: ``None``: on the parameters' device. ``"cpu"``: in host memory (pinned where there is a
+            device), brought in layer by layer. On a CPU-only machine the same copies are made.
+    """
+
+    def __init__(self, layers: list[Layer], outer: Outer, offload: str | None) -> None:
+        self.offload = offload
+        self.flats = [nn.Parameter(self._home(layer), requires_grad=True) for layer in layers]
+        self.outer = outer(self.flats)
+        for layer, flat in zip(layers, self.flats, strict=True):
+            layer.read(flat.data)
+
+    def _home(self, layer: Layer) -> Tensor:
+        if self.offload is None:
+            return torch.empty(layer.numel, dtype=layer.dtype, device=layer.device)
+        return self._host(torch.empty(layer.numel, dtype=layer.dtype, device=layer.device))
+
+    def _host(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+    def _fetch(self, tensor: Tensor, device: torch.device) -> Tensor:
+        # From pinned memory the copy is asynchronous and ordered on the current stream, where it is used.
+        return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
+
+    def _store(self, tensor: Tensor, home: Tensor | None) -> Tensor:
+        # The copy back is asynchronous too; the next reader is a fetch on the same stream, and the host
+        # reads a home only through `synchronise`. The device block is freed in the order of that stream.
+        home = self._host(tensor) if home is None else home
+        return home.copy_(tensor, non_blocking=True)
+
+    def synchronise(self) -> None:
+        """Wait until homes can be read by the host (for saving)."""
+        if self.offload is not None and torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+
+    def fetch(self, index: int, layer: Layer) -> Tensor:
+        """The anchor of a layer on the layer's device, to read."""
+        flat = self.flats[index].data
+        return flat if self.offload is None else self._fetch(flat, layer.device)
+
+    def step(self, index: int, layer: Layer, gradient: Tensor) -> Tensor:
+        """``a <- OuterOpt(a, gradient)``. Returns the new anchor on the layer's device, to read."""
+        param = self.flats[index]
+        home = param.data
+        state: dict[str, Any] = self.outer.state.get(param, {})
+        homes = {key: value for key, value in state.items() if _is_flat(value, home)}
+        if self.offload is not None:
+            param.data = self._fetch(home, layer.device)
+            state.update({key: self._fetch(value, layer.device) for key, value in homes.items()})
+        try:
+            param.grad = gradient  # the only one that is set: the others do not move
+            self.outer.step()
+            result = param.data
+            if self.offload is not None:
+                self._store(result, home)
+                for key, value in self.outer.state.get(param, {}).items():
+                    if _is_flat(value, home):
+                        homes[key] = self._store(value, homes.get(key))
+        finally:
+            param.grad = None
+            param.data = home
+            if self.offload is not None and param in self.outer.state:
+                self.outer.state[param].update(homes)
+        return result
+
+    def state_of(self, index: int) -> dict[str, Any]:
+        """The outer optimizer's state of a layer (empty before its first outer step)."""
+        return dict(self.outer.state.get(self.flats[index], {}))
+
+
+def _is_flat(value: object, flat: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 1 and value.shape == flat.shape

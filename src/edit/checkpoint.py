@@ -1,0 +1,192 @@
+"""What is saved: the state of a LocalSGDOptimizer as entries of an ordinary optimizer state dict.
+
+Anchor and outer state stand beside the inner state of each parameter, placed like the parameter, so that
+torch's checkpoint tools name and reshard them as they do ``exp_avg``. Detector, counters and the agreed
+buffers stand, as a few tensors, with the first parameter. The keys are always the same, also before the first
+round: what a fresh optimizer does not list, a checkpoint is not asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .anchor import Anchor
+from .comm import local, sharded_like
+from .outer import Outer
+
+if TYPE_CHECKING:
+    from .optimizer import LocalSGDOptimizer
+
+log = logging.getLogger(__name__)
+PREFIX = "edit_"
+ANCHOR, RUN, BEGAN = PREFIX + "anchor", PREFIX + "run", PREFIX + "outer_began"
+OUTER, MEMORY, BUFFER = PREFIX + "outer.", PREFIX + "penalty.", PREFIX + "buffer."
+_VERSION = 1
+Entries = dict[nn.Parameter, dict[str, Any]]
+
+
+def probe(outer: Outer) -> dict[str, Any]:
+    """What ``outer`` keeps for a vector of one element after one step with gradient 0: names and values."""
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = outer([param])
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"outer must return a torch.optim.Optimizer, but returned {optimizer!r}: give Nesterov(), Average() "
+            "or functools.partial(torch.optim.SGD, lr=...)"
+        )
+    param.grad = torch.zeros(1)
+    optimizer.step()
+    kept = optimizer.state.get(param, {})
+    return {key: value for key, value in kept.items() if isinstance(value, Tensor | int | float)}
+
+
+@torch.no_grad()
+def export(opt: LocalSGDOptimizer) -> Entries:
+    """Anchor and outer state by parameter, placed like the parameter. Views where they live on its device."""
+    entries: Entries = {}
+    if opt._anchor is not None:
+        opt._anchor.synchronise()
+    for index, layer in enumerate(opt._layers):
+        if opt._anchor is None:
+            flat: Tensor = layer.read(torch.empty(layer.numel, dtype=layer.dtype, device=layer.device))
+            kept: dict[str, Any] = {}
+        else:
+            flat, kept = opt._anchor.flats[index].data, opt._anchor.state_of(index)
+        columns = {ANCHOR: flat}
+        for key, example in opt._outer_keys.items():
+            value = kept.get(key, example)
+            if isinstance(value, Tensor) and value.dim() == 1:
+                value = value if key in kept else torch.zeros_like(flat)
+            columns[OUTER + key] = value
+        for number, param in enumerate(layer.params):
+            entry = entries[param] = {}
+            for key, value in columns.items():
+                is_flat = isinstance(value, Tensor) and value.dim() == 1
+                entry[key] = sharded_like(param, layer.parts(value)[number]) if is_flat else _plain(value)
+    return entries
+
+
+@torch.no_grad()
+def restore(opt: LocalSGDOptimizer, entries: Entries) -> None:
+    """Copy what :func:`export` gave into anchor and outer state. A layer whose parameters all have outer
+    state gets it; one with a new parameter keeps what it has."""
+    assert opt._anchor is not None
+    for index, layer in enumerate(opt._layers):
+        flat = opt._anchor.flats[index]
+        for param, part in zip(layer.params, layer.parts(flat.data), strict=True):
+            if param in entries:
+                part.copy_(local(entries[param][ANCHOR]))
+        began = [entries.get(param, {}).get(BEGAN, True) for param in layer.params]
+        if not all(began) or not all(param in entries for param in layer.params):
+            opt._anchor.outer.state.pop(flat, None)
+            continue
+        kept = opt._anchor.outer.state[flat]
+        for key, example in opt._outer_keys.items():
+            if isinstance(example, Tensor) and example.dim() == 1:
+                kept[key] = torch.empty_like(flat.data)
+                for param, part in zip(layer.params, layer.parts(kept[key]), strict=True):
+                    part.copy_(local(entries[param][OUTER + key]))
+            else:
+                kept[key] = _plain(entries[layer.params[0]][OUTER + key])
+
+
+def _plain(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def pack(opt: LocalSGDOptimizer, inner: dict[str, Any]) -> dict[str, Any]:
+    """The state dict: ``inner``'s with this package's entries added."""
+    ids = _ids(opt.inner.param_groups, inner["param_groups"])
+    states = inner["state"] = dict(inner["state"])
+    for param, entry in export(opt).items():
+        states[ids[param]] = {**states.get(ids[param], {}), **entry}
+    if opt._layers:
+        began = [opt._anchor is not None and bool(opt._anchor.state_of(i)) for i in range(len(opt._layers))]
+        run = [_VERSION, opt.local_steps, opt._steps, opt.rounds, opt.total_steps]
+        run += [opt._due, opt._anchor is not None, opt._time() - opt._last_round]
+        states[ids[opt._layers[0].params[0]]] |= {
+            RUN: torch.tensor(run, dtype=torch.float64),
+            BEGAN: torch.tensor(began),
+            **{MEMORY + key: value.clone() for key, value in opt._memory.items()},
+            **{
+                BUFFER + name: value.clone()
+                for name, value in zip(opt._buffers.names, opt._buffers.agreed, strict=True)
+            },
+        }
+    return inner
+
+
+def unpack(opt: LocalSGDOptimizer, state_dict: dict[str, Any]) -> None:
+    """Load what :func:`pack` made. Everything is checked before anything is changed."""
+    groups, states = state_dict["param_groups"], state_dict["state"]
+    ids = _ids(opt.inner.param_groups, groups)
+    theirs: dict[Any, dict[str, Any]] = {}
+    entries: Entries = {}
+    for param, key in ids.items():
+        state = states.get(key, {})
+        if rest := {name: value for name, value in state.items() if not str(name).startswith(PREFIX)}:
+            theirs[key] = rest
+        if mine := {name: value for name, value in state.items() if str(name).startswith(PREFIX)}:
+            entries[param] = mine
+    theirs |= {key: value for key, value in states.items() if key not in ids.values()}
+    first = entries.get(opt._layers[0].params[0], {}) if opt._layers else {}
+    if RUN in first:
+        _check(opt, entries)
+    opt.inner.load_state_dict({**state_dict, "state": theirs})
+    opt._round, opt._due, opt._steps = None, False, 0
+    opt._fresh.clear()
+    opt._replica_clock.restart()
+    opt._anchor = None
+    if RUN not in first:
+        log.info("the state dict has no anchor: the model becomes the anchor when the next step begins")
+        opt._gate.open = False
+        return
+    _, local_steps, steps, rounds, total_steps, due, has_anchor, seconds = first[RUN].tolist()
+    opt.local_steps, opt._steps, opt.rounds = int(local_steps), int(steps), int(rounds)
+    opt.total_steps, opt._due = int(total_steps), bool(due)
+    opt._gate.open = opt._due
+    opt._last_round = opt._time() - seconds
+    opt._set_phase()
+    for key, value in opt._memory.items():
+        saved = first.get(MEMORY + key)
+        if saved is not None and saved.shape == value.shape:
+            value.copy_(saved)
+        else:
+            log.warning("the penalty's %s is of other replicas or layers and starts afresh", key)
+    for name, agreed in zip(opt._buffers.names, opt._buffers.agreed, strict=True):
+        if BUFFER + name in first:
+            agreed.copy_(first[BUFFER + name])
+    if has_anchor:
+        for layer, began in zip(opt._layers, first[BEGAN].tolist(), strict=True):
+            for param in layer.params:
+                entries[param] = {**entries[param], BEGAN: began}
+        opt._anchor = Anchor(opt._layers, opt._make_outer, opt._offload)
+        restore(opt, entries)
+
+
+def _check(opt: LocalSGDOptimizer, entries: Entries) -> None:
+    for layer in opt._layers:
+        for name, param in zip(layer.names, layer.params, strict=True):
+            saved = entries.get(param, {}).get(ANCHOR)
+            if saved is None or saved.shape != param.shape:
+                raise ValueError(
+                    f"state_dict must have an anchor of shape {tuple(param.shape)} for {name}, but has "
+                    f"{'none' if saved is None else tuple(saved.shape)}: it is of another model; nothing was loaded"
+                )
+
+
+def _ids(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> dict[nn.Parameter, Any]:
+    """The key under which each parameter is saved: by order, as in ``Optimizer.load_state_dict``."""
+    params = list(chain.from_iterable(group["params"] for group in groups))
+    keys = list(chain.from_iterable(group["params"] for group in saved))
+    if len(params) != len(keys):
+        raise ValueError(
+            f"state_dict must have the optimizer's {len(params)} parameters, but has {len(keys)}: it is of "
+            "another model or of other parameter groups; nothing was loaded"
+        )
+    return dict(zip(params, keys, strict=True))

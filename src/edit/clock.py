@@ -1,0 +1,47 @@
+"""How the ranks of one replica decide at the same step what a clock says (A-EDiT)."""
+
+from __future__ import annotations
+
+import torch
+
+from .comm import Replicas
+from .schedule import Progress, Schedule
+
+
+class ReplicaClock:
+    """One rank of a replica asks the schedule; all read its answer a step later.
+
+    At question step ``n`` the first rank broadcasts, in the background and on a group of its own, in how many
+    steps to ask again (0: the round is due). Every rank reads it at step ``n + 1``, when it has long arrived.
+    As each answer is half of the way that is left, a round takes logarithmically few questions.
+    """
+
+    def __init__(self, schedule: Schedule, replicas: Replicas) -> None:
+        self._ask_again = getattr(schedule, "ask_again", None)
+        self._schedule, self._replicas = schedule, replicas
+        self._next = 0
+        self._answer: tuple[int, torch.Tensor, object] | None = None
+
+    def due(self, progress: Progress) -> bool:
+        """Whether a round is due after this step: the same on all ranks of the replica."""
+        if self._ask_again is None or self._replicas.members == 1:
+            return self._schedule.due(progress)
+        if self._answer is not None:
+            asked, value, work = self._answer
+            self._answer = None
+            work.wait()  # type: ignore[attr-defined]
+            if value.item() == 0:
+                return True
+            self._next = asked + int(value.item())
+        if progress.steps >= self._next:
+            value = torch.zeros(1, dtype=torch.int64)
+            if self._replicas.member == 0:
+                value.fill_(self._ask_again(progress))
+            self._answer = progress.steps, value, self._replicas.start_from_first_member(value)
+        return False
+
+    def restart(self) -> None:
+        """A round begins: steps count from 0 again, and an answer under way is not wanted any more."""
+        if self._answer is not None:
+            self._answer[2].wait()  # type: ignore[attr-defined]
+        self._answer, self._next = None, 0

@@ -1,0 +1,286 @@
+"""Ranks, groups and sharded tensors: the only file that knows ``torch.distributed`` and DTensor.
+
+Everybody else sees replicas, plain local tensors and sums. Three kinds of process group, all the package's
+own, so that its traffic never queues behind the model's:
+
+* *control*: host tensors, all ranks. Norms, flags, verdicts.
+* *sync*: the parameters' device, the ranks that hold the same shard of different replicas. Pseudo gradients.
+* *inside*: the parameters' device, the ranks of one replica that hold one layer. Norms of clips.
+  (And one on the host, for the clock of A-EDiT.)
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+REPLICATE = ("replicate", "dp_replicate")
+
+
+class SyncError(RuntimeError):
+    """A round could not be completed. Anchor and outer state of each layer are either old or new."""
+
+
+# ------------------------------------------------------------------------------------- DTensor and FSDP
+
+
+@torch.no_grad()
+def local(tensor: Tensor) -> Tensor:
+    """The part of ``tensor`` that this rank holds: shares its storage, has no gradient."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def sharded_like(param: Tensor, part: Tensor) -> Tensor:
+    """``part`` (this rank's, in ``param``'s local shape) placed like ``param``. No communication."""
+    if not isinstance(param, DTensor):
+        return part
+    return DTensor.from_local(
+        part, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
+def copies(param: Tensor, holders: int) -> int:
+    """How many of the ``holders`` (the ranks of a replica that hold the layer) have the same elements.
+
+    Every mesh dimension over which the tensor is split divides it. "Not replicated" is the test because
+    ``_StridedShard`` (FSDP over tensor parallelism) does not call itself a shard.
+    """
+    if not isinstance(param, DTensor):
+        return holders
+    sizes = zip(param.device_mesh.shape, param.placements, strict=True)
+    return holders // math.prod(size for size, placement in sizes if not placement.is_replicate())
+
+
+def mesh_ranks(param: Tensor) -> set[int]:
+    """Ranks over which ``param`` is distributed: empty for a plain tensor."""
+    return set(param.device_mesh.mesh.flatten().tolist()) if isinstance(param, DTensor) else set()
+
+
+def wrapper_of(model: nn.Module) -> str | None:
+    """Name of a data-parallel wrapper that this package replaces, if ``model`` holds one."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+            return type(module).__name__
+    return None
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to ``module``."""
+    return isinstance(module, FSDPModule)
+
+
+def _fsdp_state(module: nn.Module) -> Any:
+    # The one private interface of torch that is used here. ``fully_shard([a, b])`` makes one unit of two
+    # modules, and ``set_modules_to_forward_prefetch`` gathers a unit before its own forward; nothing
+    # public says which modules share a unit or what a unit prefetches.
+    try:
+        return module._get_fsdp_state()  # type: ignore[operator]
+    except AttributeError:
+        raise RuntimeError(
+            f"torch {torch.__version__} no longer offers FSDPModule._get_fsdp_state, from which edit learns "
+            "which modules one fully_shard call took together; use a torch version that the README names"
+        ) from None
+
+
+def unit_key(module: nn.Module) -> int:
+    """The same number for all modules that one ``fully_shard`` call made one unit of."""
+    return id(_fsdp_state(module))
+
+
+def prefetched(module: nn.Module) -> list[int]:
+    """``unit_key`` of the units whose gathering the forward of ``module`` starts early."""
+    return [id(state) for state in getattr(_fsdp_state(module), "_states_to_forward_prefetch", ())]
+
+
+def reshard(module: nn.Module) -> None:
+    """Free the unit's gathered parameters, so that what is written to its shards will be seen."""
+    if isinstance(module, FSDPModule):
+        module.reshard()
+
+
+def gather_early(module: nn.Module) -> None:
+    """Start the unit's all-gather on the *current* stream; FSDP's own pre-forward then waits for it.
+
+    FSDP copies shards in on a stream that waits for the compute stream only when the root's forward
+    starts. A shard written later than that, on the compute stream, would be read too early; an
+    asynchronous ``unshard`` copies in on the stream that wrote.
+    """
+    if isinstance(module, FSDPModule):
+        module.unshard(async_op=True)
+
+
+def set_gradient_hook(module: nn.Module, hook: Callable[[Tensor], None] | None) -> None:
+    """Call ``hook`` with every gradient buffer of the unit after its reduce-scatter; ``None``: no more."""
+    assert isinstance(module, FSDPModule)
+    module.set_all_reduce_hook(hook)  # type: ignore[arg-type]
+
+
+# -------------------------------------------------------------------------------------------- replicas
+
+
+def _backend(device_type: str) -> str:
+    """What serves ``device_type`` in the default group, or torch's default for it (a GPU job's CPU: gloo)."""
+    served = dict(part.split(":", 1) for part in str(dist.get_backend_config()).split(",") if ":" in part)
+    return served.get(device_type) or dist.get_default_backend_for_device(device_type)
+
+
+class Replicas:
+    """Who trains what: ``count`` replicas of ``members`` ranks each; this rank is one of them.
+
+    Args:
+        mesh: has a dimension named ``replicate`` (or ``dp_replicate``); the ranks that share its coordinate
+            form a replica. ``None``: every rank is a replica. Without a process group: one replica.
+        timeout: of the package's own groups.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, timeout: timedelta) -> None:
+        self.timeout = timeout
+        self.bytes_sent = 0  # by this rank to other replicas, all-reduce counted as a ring
+        self._groups: list[dist.ProcessGroup] = []
+        if not (dist.is_available() and dist.is_initialized()):
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise RuntimeError(
+                    f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but there is no process group: call "
+                    "torch.distributed.init_process_group() before LocalSGDOptimizer(...), or every rank "
+                    "would train alone"
+                )
+            if mesh is not None:
+                raise RuntimeError("mesh needs a process group, and there is none: call init_process_group()")
+            grid, me = torch.zeros(1, 1, dtype=torch.int64), 0
+        else:
+            me = dist.get_rank()
+            grid = _grid(mesh)
+        where = (grid == me).nonzero()
+        if len(where) != 1:
+            raise ValueError(f"mesh must hold every rank once, but holds rank {me} {len(where)} times: {grid}")
+        self.grid: list[list[int]] = grid.tolist()
+        self.count, self.members = grid.shape
+        self.index, self.member = where[0].tolist()
+        self.ranks = [rank for row in self.grid for rank in row]
+        self.control = self._group([self.ranks], "cpu")
+        self.leader = self.ranks[0]  # decides for all: one verdict, not one per CPU model
+        self._replica_host = self._group(self.grid, "cpu") if self.members > 1 else None
+
+    def connect(self, device: torch.device, holders: dict[str, tuple[int, ...]]) -> None:
+        """Make the groups for the parameters' ``device``; ``holders``: ranks of this replica per layer."""
+        self.sync = self._group([list(column) for column in zip(*self.grid, strict=True)], device.type)
+        parts = sorted(set(holders.values()))
+        groups = {part: self._group([list(part)], device.type) if len(part) > 1 else None for part in parts}
+        self._inside = {name: groups[part] for name, part in holders.items()}
+
+    def _group(self, parts: Sequence[Sequence[int]], device_type: str) -> dist.ProcessGroup | None:
+        """The group of the part that holds this rank. Only its members take part in the making."""
+        mine = next((part for part in parts if self.ranks[self._flat_index()] in part), None)
+        if mine is None or len(mine) < 2:
+            return None
+        group = dist.new_group(
+            sorted(mine), timeout=self.timeout, backend=_backend(device_type), use_local_synchronization=True
+        )
+        self._groups.append(group)
+        return group
+
+    def _flat_index(self) -> int:
+        return int(self.index * self.members + self.member)
+
+    def close(self) -> None:
+        """Destroy the groups."""
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._groups.clear()
+
+    # Collectives. With one replica, or one rank, there is nobody to talk to and they do nothing.
+
+    def gather_objects(self, value: Any) -> dict[int, Any]:
+        """``value`` of every rank, by rank."""
+        if self.control is None:
+            return {self.ranks[0]: value}
+        values: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(values, value, group=self.control)
+        return dict(zip(sorted(self.ranks), values, strict=True))
+
+    def start_exchange(self, matrix: Tensor) -> dist.Work | None:
+        """Sum ``matrix`` (host) over all ranks, in the background."""
+        return self.control and dist.all_reduce(matrix, group=self.control, async_op=True)
+
+    def from_leader(self, values: Tensor) -> None:
+        """``values`` (host) become the leader's."""
+        if self.control is not None:
+            dist.broadcast(values, src=self.leader, group=self.control)
+
+    def start_sum(self, flat: Tensor) -> dist.Work | None:
+        """Sum ``flat`` over the replicas, in the background.
+
+        Streams: the backend's stream waits for the current one before it reads ``flat``, and
+        ``Work.wait`` makes the current stream wait for the backend's; the caller keeps ``flat`` alive
+        until then.
+        """
+        if self.sync is None or flat.numel() == 0:  # empty on all ranks of the sync group alike
+            return None
+        self.bytes_sent += 2 * (self.count - 1) * flat.numel() * flat.element_size() // self.count
+        return dist.all_reduce(flat, group=self.sync, async_op=True)
+
+    def average(self, flat: Tensor) -> None:
+        """``flat`` becomes its mean over the replicas (a sum, scaled before: gloo knows no mean)."""
+        if self.count > 1 and flat.numel():
+            flat.div_(self.count)
+            if (work := self.start_sum(flat)) is not None:
+                work.wait()
+            if flat.is_cuda:
+                # FSDP hands in a buffer that another of its streams owns and may free before this one is done.
+                flat.record_stream(torch.cuda.current_stream(flat.device))
+
+    def sum_inside(self, value: Tensor, layer: str) -> None:
+        """Sum ``value`` over the ranks of this replica that hold ``layer``."""
+        if (group := self._inside[layer]) is not None:
+            dist.all_reduce(value, group=group)
+
+    def from_first_replica(self, flat: Tensor) -> None:
+        """``flat`` becomes that of replica 0."""
+        if self.sync is not None and flat.numel():
+            dist.broadcast(flat, src=self.grid[0][self.member], group=self.sync)
+
+    def start_from_first_member(self, value: Tensor) -> dist.Work | None:
+        """``value`` (host) becomes that of the first rank of this replica, in the background."""
+        src = self.grid[self.index][0]
+        return self._replica_host and dist.broadcast(value, src=src, group=self._replica_host, async_op=True)
+
+    @contextmanager
+    def naming(self, what: str) -> Iterator[None]:
+        """Re-raise a failed collective as a :class:`SyncError` that says what was being done."""
+        try:
+            yield
+        except SyncError:
+            raise
+        except RuntimeError as error:  # gloo's time-outs and lost connections, NCCL's DistBackendError
+            raise SyncError(
+                f"{what} failed on rank {self.ranks[self._flat_index()]} (replica {self.index} of "
+                f"{self.count}): {error}. A rank died, stopped, or waits elsewhere for longer than timeout="
+                f"{self.timeout}; see docs/faq.md. Restart from the last checkpoint"
+            ) from error
+
+
+def _grid(mesh: DeviceMesh | None) -> Tensor:
+    """Ranks as ``[replica, member]``."""
+    if mesh is None:
+        return torch.arange(dist.get_world_size()).unsqueeze(1)
+    names = mesh.mesh_dim_names or ()
+    named = [dim for dim, name in enumerate(names) if name in REPLICATE]
+    if len(named) != 1:
+        raise ValueError(
+            f"mesh must have one dimension named 'replicate' (or 'dp_replicate'), but has {names}: use "
+            "init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
+        )
+    ranks = mesh.mesh.cpu().to(torch.int64)
+    return ranks.movedim(named[0], 0).reshape(ranks.shape[named[0]], -1)

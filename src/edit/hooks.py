@@ -1,0 +1,124 @@
+"""Where a round meets the model: hooks before forwards, and the gradient averaging of the warm-up."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .comm import Replicas, local, set_gradient_hook
+from .layers import Layer
+
+
+class Gate:
+    """Tells the hooks whether there is anything to do: one plain attribute, so that it costs next to
+    nothing and does not break a compiled graph while there is not."""
+
+    def __init__(self, reach: Callable[[int], None]) -> None:
+        self.open = False
+        # Weak: a model must not keep an optimizer alive that nobody else uses.
+        self._reach = weakref.WeakMethod(reach)
+
+    @torch.compiler.disable
+    def reach(self, index: int) -> None:
+        """A forward has reached layer ``index`` (-1: the root, where no layer belongs to it)."""
+        if (reach := self._reach()) is not None:
+            reach(index)
+
+
+class BeforeForward:
+    """Forward pre-hook of a layer. In a copied or pickled model it does nothing."""
+
+    def __init__(self, gate: Gate | None, index: int) -> None:
+        self.gate, self.index = gate, index
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self.gate is not None and self.gate.open:
+            self.gate.reach(self.index)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # also what copy.deepcopy asks
+        return BeforeForward, (None, self.index)
+
+
+def register(model: nn.Module, layers: list[Layer], gate: Gate) -> list[Any]:
+    """Hook every layer's modules and the model itself. Returns handles with a ``remove`` method.
+
+    ``prepend``: FSDP's own pre-forward hook replaces the shards; ours must come before it.
+    """
+    places = [(module, index) for index, layer in enumerate(layers) for module in layer.modules]
+    if all(module is not model for module, _ in places):
+        places.append((model, -1))
+    return [
+        module.register_forward_pre_hook(BeforeForward(gate, index), prepend=True) for module, index in places
+    ]
+
+
+class GradientAverage:
+    """Averages gradients over the replicas, complete when ``backward()`` returns, as with DDP.
+
+    Of ``fully_shard``ed parameters in FSDP's own hook behind its reduce-scatter, overlapped with the
+    backward. Of others after the last of them has got its gradient: one flat vector per layer, in the order
+    of layers, with one element per parameter that counts on how many replicas it has a gradient, so that
+    replicas may skip different layers and a parameter that none used keeps ``grad=None``.
+    """
+
+    def __init__(self, layers: list[Layer], replicas: Replicas) -> None:
+        self.replicas = replicas
+        self.layers = [(layer, layer.plain) for layer in layers if layer.plain]
+        self._units = [unit for layer in layers for unit in layer.units]
+        self._expected = self._accumulated = 0
+        self._handles: list[Any] = []
+        for unit in self._units:
+            set_gradient_hook(unit, replicas.average)
+        if plain := [param for _, params in self.layers for param in params]:
+            # The first hook runs when the last gradient is computed, just before it is accumulated; the
+            # others run after each accumulation.
+            self._handles.append(torch.autograd.graph.register_multi_grad_hook(plain, self._computed))
+            self._handles += [p.register_post_accumulate_grad_hook(self._accumulate) for p in plain]
+
+    def _computed(self, gradients: Any) -> None:
+        self._expected = sum(gradient is not None for gradient in gradients)
+
+    def _accumulate(self, param: Tensor) -> None:
+        self._accumulated += 1
+        if self._accumulated == self._expected:
+            self._expected = self._accumulated = 0
+            self._average()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        flying = []
+        for layer, params in self.layers:
+            counts = torch.tensor(
+                [param.grad is not None for param in params], dtype=layer.dtype, device=layer.device
+            )
+            parts = [
+                (torch.zeros_like(local(p)) if p.grad is None else local(p.grad)).to(layer.dtype).flatten()
+                for p in params
+            ]
+            flat = torch.cat([*parts, counts]).div_(self.replicas.count)
+            flying.append((params, flat, self.replicas.start_sum(flat)))
+        for params, flat, work in flying:
+            if work is not None:
+                work.wait()
+            start = 0
+            for index, param in enumerate(params):
+                end = start + local(param).numel()
+                if param.grad is None and flat[index - len(params)]:
+                    param.grad = torch.zeros_like(param)
+                if param.grad is not None:
+                    part = local(param.grad)
+                    part.copy_(flat[start:end].view_as(part))
+                start = end
+
+    def remove(self) -> None:
+        """Gradients are the replica's own from now on."""
+        for unit in self._units:
+            set_gradient_hook(unit, None)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._units.clear()

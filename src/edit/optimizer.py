@@ -1,0 +1,605 @@
+"""``LocalSGDOptimizer``: inner step -> due? -> round. The whole story on one screen, then the details."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from . import checkpoint
+from .anchor import Anchor
+from .buffers import Buffers
+from .clock import ReplicaClock
+from .comm import Replicas, gather_early, local, prefetched, reshard, unit_key
+from .hooks import Gate, GradientAverage, register
+from .layers import Layer, cut
+from .outer import Nesterov, Outer
+from .penalty import MEAN, Penalty, PseudoGradientPenalty
+from .round import Round, RoundReport
+from .schedule import EverySteps, Progress, Schedule
+from .setup import agree, build_inner, check_model, check_settings, compare, describe_layer, units_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+log = logging.getLogger(__name__)
+_NOT_GIVEN: Any = object()  # tells step() from step(closure=None)
+
+
+class LocalSGDOptimizer(torch.optim.Optimizer):
+    """Replaces ``torch.optim.AdamW``: replicas train on their own and synchronise layer by layer.
+
+    Wraps an *inner* optimizer, which steps this replica's parameters, and an *outer* one, which steps the
+    *anchor*: the parameters as of the last sync, equal on all replicas. After the inner step at which the
+    schedule says that a round is due, the round's exchange starts in the background; the next training
+    forward applies it layer by layer, just before each layer is used. The method: docs/algorithm.md.
+
+    Args:
+        model: plain, or sharded by ``fully_shard`` over ``mesh["shard"]`` (also with tensor parallelism).
+            Shard, cast, move and load it before. Replicas that differ are overwritten by replica 0's.
+        inner: an optimizer class, built on the trainable parameters with ``inner_kwargs``; a callable
+            ``(params, **inner_kwargs) -> Optimizer``; or an optimizer built on the model's parameters.
+        outer: callable ``params -> Optimizer`` for the anchor; elementwise.
+        mesh: has a dimension named ``replicate`` (or ``dp_replicate``). The ranks that share its coordinate
+            form a replica. ``None``: every rank is a replica.
+        schedule: when a round is due.
+        penalty: how replicas are combined. ``None``: their mean (a non-finite one still has no part).
+        offload: where anchor and outer state live. ``None``: beside the parameters; ``"cpu"``: host memory.
+        layers: the modules that synchronise together, instead of the default cut.
+        prefetch: layers whose traffic is under way ahead of the one being computed.
+        delay: inner steps by which a round is applied late. Only 0 in this version.
+        timeout: of the package's process groups. Default: an hour, plus four intervals of a clock.
+        **inner_kwargs: for ``inner``, e.g. ``lr=3e-4``.
+
+    Attributes:
+        local_steps: inner steps of this replica, warm-up included.
+        rounds: completed rounds.
+        total_steps: inner steps of all replicas as of the last round, equal on all ranks.
+        inner: the inner optimizer. ``param_groups``, ``state`` and ``defaults`` are its own.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: on every rank, naming argument, rule, value and remedy.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: Any = torch.optim.AdamW,
+        outer: Outer | type = Nesterov(),  # noqa: B008 (immutable)
+        *,
+        mesh: DeviceMesh | None = None,
+        schedule: Schedule | type = EverySteps(128),  # noqa: B008
+        penalty: Penalty | type | None = PseudoGradientPenalty(),  # noqa: B008
+        offload: str | None = None,
+        layers: Sequence[nn.Module] | None = None,
+        prefetch: int = 1,
+        delay: int = 0,
+        timeout: timedelta | None = None,
+        **inner_kwargs: Any,
+    ) -> None:
+        self._ready = False
+        # A policy class stands for its defaults.
+        self.schedule = cast(Schedule, schedule() if isinstance(schedule, type) else schedule)
+        self.penalty = cast(Penalty, penalty() if isinstance(penalty, type) else penalty or MEAN)
+        is_policy = isinstance(outer, type) and not issubclass(outer, torch.optim.Optimizer)
+        self._make_outer = cast(Outer, outer() if is_policy else outer)  # type: ignore[call-arg]
+        self._time: Callable[[], float] = getattr(self.schedule, "clock", lambda: 0.0)
+        if timeout is None:
+            waits = getattr(self.schedule, "interval", 0) if hasattr(self.schedule, "clock") else 0
+            timeout = timedelta(hours=1, seconds=4 * float(waits))
+        self.model, self._offload, self._prefetch, self._chosen = model, offload, prefetch, layers
+        self._settings = {
+            "schedule": repr(self.schedule),
+            "penalty": repr(self.penalty),
+            "outer": repr(self._make_outer),
+            "offload": offload,
+            "prefetch": prefetch,
+        }
+        self.local_steps = self.rounds = self.total_steps = 0
+        self._steps = 0  # since the last round
+        self._due = False  # from launch (or loading) to completion of a round
+        self._round: Round | None = None
+        self._fresh: set[int] = set()  # layers written in this forward whose unit was not gathered since
+        self._anchor: Anchor | None = None  # taken when the first local step begins
+        self._in_forward = self._in_consensus = False
+        self._failure: BaseException | None = None
+        self._round_hooks: OrderedDict[int, Callable[[RoundReport], None]] = OrderedDict()
+
+        self.replicas = Replicas(mesh, timeout)
+        try:
+            with agree(self.replicas, "LocalSGDOptimizer(...)"):
+                check_settings(self.schedule, self.penalty, self._make_outer, offload, prefetch, delay)
+                check_model(model, self.replicas)
+                for unit in units_of(model):
+                    reshard(unit)  # after a forward, the parameters would be the gathered ones
+                self.inner = build_inner(inner, model, inner_kwargs)
+                self._outer_keys = checkpoint.probe(self._make_outer)
+            super().__init__(self.inner.param_groups, self.inner.defaults)
+            self._gate = Gate(self._reach)
+            self._handles: list[RemovableHandle] = []
+            self._average: GradientAverage | None = None
+            self._setup()
+        except BaseException:
+            self.replicas.close()
+            raise
+        self._last_round = self._time()
+        self._ready = True
+
+    # ------------------------------------------------------------------------------------------- story
+
+    def step(self, closure: Callable[[], Any] | None = _NOT_GIVEN) -> Any:
+        """One inner step; then, if the schedule says so, the launch of a round.
+
+        Layers of a round that no forward reached are done first. Returns what the inner step returns.
+        """
+        if closure is None and self._is_dry_run():
+            return self.inner.step()
+        self._check_usable()
+        if closure is None or closure is _NOT_GIVEN:
+            self._finish_round()
+            self._begin()
+            result = self.inner.step()
+        else:
+            self._begin()
+            result = self.inner.step(self._finishing(closure))
+        self.local_steps += 1
+        if self.local_steps > self.schedule.warmup_steps:
+            self._steps += 1
+            if self._replica_clock.due(self._progress()):
+                self._launch(called=False)
+        elif self.local_steps == self.schedule.warmup_steps:
+            self._end_warmup()
+        return result
+
+    def sync(self) -> None:
+        """Bring all replicas together, whatever their numbers of steps: at the end of training or of the
+        data, before an evaluation or an elastic save.
+
+        Collective over all ranks. This replica goes on taking part in the others' rounds until all have
+        called; then all are equal and all return. In the warm-up replicas are equal, and it returns at once.
+
+        Raises:
+            SyncError: a rank died, or did not call within the time-out.
+        """
+        self._check_usable()
+        if self.local_steps < self.schedule.warmup_steps:
+            return
+        self._begin()
+        self._finish_round(asked=True)
+        everyone = False
+        while not everyone:
+            self._launch(called=True)
+            everyone = self._decided().everyone_called
+            self._finish_round(asked=True)
+
+    def _launch(self, called: bool) -> None:
+        """Start a round. From here on it is due until it is done."""
+        self._due = self._gate.open = True
+        self._replica_clock.restart()
+        assert self._anchor is not None
+        with self._failing():
+            self._round = Round(
+                self.replicas,
+                self._layers,
+                self._columns,
+                self._anchor,
+                self.penalty,
+                self._memory,
+                self._buffers,
+                self.inner,
+                elements=self._elements,
+                prefetch=self._prefetch,
+                number=self.rounds + 1,
+                steps=self._steps,
+                called=called,
+                problem=self._problem(),
+            )
+
+    def _decided(self) -> Round:
+        if self._round is None:  # due when it was saved, and not launched since it was loaded
+            self._begin()
+            self._launch(called=False)
+        assert self._round is not None
+        with self._failing():
+            self._round.decide()
+        return self._round
+
+    def _reach(self, index: int) -> None:
+        """A forward has reached layer ``index`` (-1: the root): it must be done, and what it prefetches."""
+        # Re-entrant activation checkpointing runs the layers of a training forward without gradients, so
+        # what counts is whether the root was reached with them, until the next step.
+        if index == self._root:
+            self._in_forward = torch.is_grad_enabled()
+        if self._in_consensus or not (torch.is_grad_enabled() or self._in_forward):
+            return
+        self._check_usable()
+        reached = [index, *self._prefetched_by(index)]
+        if self._due:
+            self._advance(max(reached))
+        for number in reached:
+            if number in self._fresh:
+                self._fresh.discard(number)
+                for unit in self._layers[number].units:
+                    gather_early(unit)
+
+    def _advance(self, through: int) -> None:
+        round = self._decided()
+        before = round.done
+        with self._failing():
+            round.advance(through)
+        self._fresh.update(set(range(before, round.done)) - self._outermost)
+        if round.complete:
+            self._round, self._due, self._steps = None, False, 0
+            self.total_steps += int(round.steps.sum())
+            self.rounds += 1
+            self._last_round = self._time()
+            report = round.report(self.total_steps)
+            for hook in list(self._round_hooks.values()):
+                hook(report)
+
+    def _finish_round(self, asked: bool = False) -> None:
+        """Do what no forward has reached; nothing is gathered or hooked until the next launch."""
+        if self._due:
+            whole = self._round is None or self._round.done == 0
+            self._advance(len(self._layers) - 1)
+            if whole and not asked:
+                warnings.warn(
+                    f"no training forward reached the model in round {self.rounds}, so it was applied in step(): "
+                    "the gradients of this step came from the parameters before the round. Call the model that "
+                    "LocalSGDOptimizer was given, not its parts",
+                    stacklevel=3,
+                )
+        self._fresh.clear()
+        self._gate.open = self._in_forward = False
+
+    def _begin(self) -> None:
+        """The first local step begins: the model is the anchor."""
+        if self._anchor is None and self.local_steps >= self.schedule.warmup_steps:
+            self._anchor = Anchor(self._layers, self._make_outer, self._offload)
+
+    def _end_warmup(self) -> None:
+        self._stop_averaging()
+        self._buffers.agreed = self._buffers.clone()
+        self.total_steps = self.replicas.count * self.local_steps
+        self._last_round = self._time()
+
+    # ------------------------------------------------------------------------------- together and apart
+
+    @contextmanager
+    def consensus(self) -> Iterator[nn.Module]:
+        """Context in which the model's parameters and buffers are the anchor's: equal on all replicas.
+
+        For evaluation and export. No collective: one replica may do it alone. Afterwards everything is
+        exactly as before. In the warm-up the model is the consensus already. Right after a due step it is
+        still the previous round's anchor: call :meth:`sync` first where that matters.
+        """
+        if self._anchor is None:
+            yield self.model
+            return
+        with torch.no_grad():
+            live = [[local(p).clone() for p in layer.params] for layer in self._layers]
+            buffers = self._buffers.clone()
+            self._reshard()
+            for index, layer in enumerate(self._layers):
+                layer.write(self._anchor.fetch(index, layer))
+            self._buffers.write(self._buffers.agreed)
+        self._in_consensus = True
+        try:
+            yield self.model
+        finally:
+            self._in_consensus = False
+            with torch.no_grad():
+                self._reshard()
+                for layer, values in zip(self._layers, live, strict=True):
+                    for param, value in zip(layer.params, values, strict=True):
+                        local(param).copy_(value)
+                self._buffers.write(buffers)
+
+    def refresh(self) -> None:
+        """Take the model's trainable parameters anew: after freezing, unfreezing or adding some.
+
+        Collective over all ranks, at a round boundary (right after :meth:`sync`). Parameters that trained
+        before keep anchor and outer state; new ones start from replica 0's values. Parameters that are new to
+        the model must be given to :meth:`add_param_group`, which calls this.
+
+        Raises:
+            RuntimeError: steps were made since the last round.
+        """
+        self._check_usable()
+        self._check_boundary("refresh()")
+        kept = checkpoint.export(self)
+        memory = {name: {k: v[..., c].clone() for k, v in self._memory.items()} for c, name in
+                  enumerate(self._columns)}  # fmt: skip
+        had_anchor = self._anchor is not None
+        groups = self.outer_param_groups
+        with agree(self.replicas, "refresh()"):
+            build_inner(self.inner, self.model, {})
+        self._setup()
+        if had_anchor:
+            self._anchor = Anchor(self._layers, self._make_outer, self._offload)
+            for group, old in zip(self.outer_param_groups, groups, strict=True):
+                group.update({key: value for key, value in old.items() if key != "params"})
+            checkpoint.restore(self, kept)
+        for column, name in enumerate(self._columns):
+            for key, value in memory.get(name, {}).items():
+                self._memory[key][..., column] = value
+
+    def close(self) -> None:
+        """Remove the hooks and destroy the package's process groups. The model stays as it is."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._stop_averaging()
+        self._gate.open = False
+        self._failure = self._failure or RuntimeError("close() was called")
+        self.replicas.close()
+
+    def register_round_hook(self, hook: Callable[[RoundReport], None]) -> RemovableHandle:
+        """Call ``hook(report)`` after each round. Returns a handle with ``remove()``."""
+        handle = RemovableHandle(self._round_hooks)
+        self._round_hooks[handle.id] = hook
+        return handle
+
+    @property
+    def outer_param_groups(self) -> list[dict[str, Any]]:
+        """Live groups of the outer optimizer, to schedule its lr. Empty before the first local step."""
+        return [] if self._anchor is None else self._anchor.outer.param_groups
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent to other replicas, warm-up included (an all-reduce counted as a ring)."""
+        return self.replicas.bytes_sent
+
+    # ------------------------------------------------------------------------------------------- setup
+
+    @torch.no_grad()
+    def _setup(self) -> None:
+        """Collective: cut the model, agree on it, start equal, hook it."""
+        replicas = self.replicas
+        self._reshard()
+        with agree(replicas, "the cut into layers"):
+            self._layers: list[Layer] = cut(self.model, self._chosen)
+        mine = {
+            "settings": self._settings,
+            "layers": {layer.name: describe_layer(layer) for layer in self._layers},
+        }
+        said = compare(replicas, mine)
+        self._columns = list(dict.fromkeys(name for rank in replicas.ranks for name in said[rank]["layers"]))
+        own = replicas.grid[replicas.index]
+        holders = {n: tuple(rank for rank in own if n in said[rank]["layers"]) for n in self._columns}
+        for layer in self._layers:
+            layer.column = self._columns.index(layer.name)
+            layer.set_holders(len(holders[layer.name]))
+        device = self._layers[0].device if self._layers else torch.device("cpu")
+        replicas.connect(device, {layer.name: holders[layer.name] for layer in self._layers})
+        shares = replicas.gather_objects(
+            sum((end - start) / same for layer in self._layers for start, end, same in layer.held)
+        )
+        self._elements = max(1.0, sum(shares[rank] for rank in replicas.grid[0]))
+
+        self._buffers = Buffers(self.model)
+        self._start_equal()
+        self._memory = self.penalty.init(replicas.count, len(self._columns))
+        self._replica_clock = ReplicaClock(self.schedule, replicas)
+
+        for handle in self._handles:
+            handle.remove()
+        self._handles = register(self.model, self._layers, self._gate)
+        self._root = next((n for n, layer in enumerate(self._layers) if self.model in layer.modules), -1)
+        by_unit = {unit_key(unit): n for n, layer in enumerate(self._layers) for unit in layer.units}
+        self._by_unit = by_unit
+        nested = {unit for outer in units_of(self.model) for unit in units_of(outer) if unit is not outer}
+        # FSDP's outermost units wait for the compute stream themselves; the others are gathered early.
+        self._outermost = {
+            n for n, layer in enumerate(self._layers) if not any(unit in nested for unit in layer.units)
+        }
+        self._set_phase()
+
+    def _start_equal(self) -> None:
+        """Replicas that differ are overwritten by replica 0's, and the log says where."""
+        if self.replicas.count == 1:
+            return
+        tensors = [(name, local(param)) for name, param in self.model.named_parameters()]
+        tensors += list(zip(self._buffers.names, self._buffers.tensors(), strict=True))
+        differed = []
+        for name, tensor in tensors:
+            first = tensor.clone(memory_format=torch.contiguous_format)
+            self.replicas.from_first_replica(first)
+            if not torch.equal(first, tensor):
+                differed.append(name)
+                tensor.copy_(first)
+        self._buffers.agreed = self._buffers.clone()
+        if differed:
+            log.warning(
+                "replica %d started from other values than replica 0 in %d of %d tensors (%s, ...) and was "
+                "overwritten: load the same weights on every rank before LocalSGDOptimizer(...)",
+                self.replicas.index, len(differed), len(tensors), ", ".join(differed[:3]),
+            )  # fmt: skip
+
+    def _set_phase(self) -> None:
+        """Gradients are averaged in the warm-up, and are the replica's own after it."""
+        self._stop_averaging()
+        if self.local_steps < self.schedule.warmup_steps and self.replicas.count > 1:
+            self._average = GradientAverage(self._layers, self.replicas)
+
+    def _stop_averaging(self) -> None:
+        if self._average is not None:
+            self._average.remove()
+        self._average = None
+
+    def _reshard(self) -> None:
+        for unit in units_of(self.model):
+            reshard(unit)
+
+    def _prefetched_by(self, index: int) -> list[int]:
+        units = self._layers[index].units if index >= 0 else []
+        keys = [key for unit in units for key in prefetched(unit)]
+        return [self._by_unit[key] for key in keys if key in self._by_unit]
+
+    def _problem(self) -> str | None:
+        """Why this rank cannot take part in a round."""
+        self._reshard()
+        now = dict(self.model.named_parameters())
+        known = {param for layer in self._layers for param in layer.params}
+        for layer in self._layers:
+            for name, param, shape, dtype in zip(
+                layer.names, layer.params, layer.shapes, layer.dtypes, strict=True
+            ):
+                part = local(param)
+                if now.get(name) is not param or (part.shape, part.dtype, part.device) != (
+                    shape, dtype, layer.device,
+                ):  # fmt: skip
+                    return (
+                        f"{name} was replaced, sharded, cast or moved after LocalSGDOptimizer(...): prepare the "
+                        "model first, then build the optimizer"
+                    )
+        for name, param in now.items():
+            if param.requires_grad and param not in known:
+                return f"{name} began to train after LocalSGDOptimizer(...): call refresh() at a round boundary"
+        return None
+
+    def _progress(self) -> Progress:
+        return Progress(
+            self._steps, self.local_steps, self.rounds, self.total_steps, self._time() - self._last_round
+        )
+
+    def _finishing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """``closure``, whose forward applies the round, and then what that forward did not reach."""
+
+        def forward_and_finish() -> Any:
+            loss = closure()
+            self._finish_round()
+            return loss
+
+        return forward_and_finish
+
+    def _is_dry_run(self) -> bool:
+        """torch's checkpoint helpers initialise optimizers by ``step(closure=None)`` with every lr 0 while
+        the state is empty (``_init_optim_state``). Only all three together say so: that is no step."""
+        return not self.inner.state and all(float(group.get("lr", 1)) == 0 for group in self.param_groups)
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"this LocalSGDOptimizer can no longer be used: {self._failure}") from self._failure
+        if self._in_consensus:
+            raise RuntimeError("step(), sync() and refresh() must not be called inside consensus(): leave it first")
+
+    def _check_boundary(self, what: str) -> None:
+        if self._steps or self._due:
+            raise RuntimeError(
+                f"{what} must be called at a round boundary, but this replica made {self._steps} steps since the "
+                "last round: call sync() first, on all ranks"
+            )
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """A round that failed cannot be taken up again: its collectives are lost."""
+        try:
+            with torch.no_grad():
+                yield
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    # -------------------------------------------------------------- what torch.optim.Optimizer promises
+
+    @staticmethod
+    def profile_hook_step(func: Any) -> Any:
+        """The inner optimizer's step is profiled and runs the hooks; a second time would be too often."""
+        return func
+
+    @property  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's."""
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if self._ready:  # torch.optim.Optimizer.__init__ assigns an empty list
+            self.inner.param_groups = groups
+
+    @property  # type: ignore[override]
+    def state(self) -> Any:
+        """The inner optimizer's."""
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._ready:
+            self.inner.state = state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the model to the inner optimizer and synchronise them from now on.
+
+        Collective over all ranks, at a round boundary (right after :meth:`sync`).
+        """
+        if self._ready:  # torch.optim.Optimizer.__init__ adds the groups that the inner optimizer has
+            self._check_usable()
+            self._check_boundary("add_param_group()")
+            self.inner.add_param_group(param_group)
+            self.refresh()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the inner optimizer's."""
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state, and with it, parameter by parameter, anchor and outer state; with the
+        first parameter, detector, counters and whether a round is pending.
+
+        Saving changes nothing and needs no other rank. Layout: docs/checkpointing.md.
+        """
+        return checkpoint.pack(self, self.inner.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave, on every rank its own. A pending round is launched again by the
+        next forward or step. From another optimizer's state only the inner part is loaded, and the model as
+        it is when the next step begins becomes the anchor.
+
+        Raises:
+            ValueError: an entry does not fit the parameter; nothing was changed.
+        """
+        self._check_usable()
+        checkpoint.unpack(self, state_dict)
+
+    def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
+        """As the inner optimizer's; ``hook(optimizer, args, kwargs)`` gets this one."""
+        return self.inner.register_step_pre_hook(lambda _, *rest: hook(self, *rest))
+
+    def register_step_post_hook(self, hook: Any) -> RemovableHandle:
+        """As the inner optimizer's; ``hook(optimizer, args, kwargs)`` gets this one."""
+        return self.inner.register_step_post_hook(lambda _, *rest: hook(self, *rest))
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """As the inner optimizer's; ``hook(optimizer)`` gets this one."""
+        return self.inner.register_state_dict_pre_hook(lambda _: hook(self), prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """As the inner optimizer's; ``hook(optimizer, state_dict)`` gets this one and the inner state."""
+        return self.inner.register_state_dict_post_hook(lambda _, *rest: hook(self, *rest), prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """As the inner optimizer's; ``hook(optimizer, state_dict)`` gets this one and the inner state."""
+        return self.inner.register_load_state_dict_pre_hook(lambda _, *rest: hook(self, *rest), prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """As the inner optimizer's; ``hook(optimizer)`` gets this one."""
+        return self.inner.register_load_state_dict_post_hook(lambda _: hook(self), prepend)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "LocalSGDOptimizer holds process groups and hooks, so it cannot be pickled or copied: save "
+            "state_dict() and load it into a new one"
+        )
+
+    def __repr__(self) -> str:
+        settings = "".join(f"  {key}: {value}\n" for key, value in self._settings.items())
+        return f"LocalSGDOptimizer (\n{settings}  replicas: {self.replicas.count}\n  inner: {self.inner!r}\n)"

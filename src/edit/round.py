@@ -1,0 +1,336 @@
+"""One sync round: exchange -> verdicts -> per layer: combine, clip, outer step, restart.
+
+Symbols as in docs/algorithm.md: ``a`` anchor, ``θ`` live parameters, ``Δ = a - θ``, ``G`` norms ``[R, L]``,
+``w`` weights ``[R, L]``, ``s`` inner steps ``[R]``.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .anchor import Anchor
+from .buffers import Buffers
+from .comm import Replicas, SyncError, gather_early, reshard
+from .layers import Layer
+from .penalty import Penalty
+
+State = dict[str, Tensor]
+
+# Behind the L columns of squared norms, one row a replica:
+_STEPS, _FLAGS, _MAGNITUDE, _TIME, _EXTRA = 0, 1, 2, 3, 4
+_PROBLEM = 2.0**20  # a rank that cannot take part adds this to the flags, so that all ranks raise
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What one round did. Tensors are on the host, float64 unless said otherwise; R replicas, L layers."""
+
+    round: int
+    """Number of the round, from 1."""
+    layers: list[str]
+    """Names of the L layers."""
+    steps: Tensor
+    """``[R]`` int64: inner steps since the replica's last round."""
+    total_steps: int
+    """Inner steps of all replicas so far."""
+    norms: Tensor
+    """``[R, L]``: G, the norm of each pseudo gradient."""
+    out: Tensor
+    """``[R, L]`` bool: who was left out (a layer that did not move has weight 0 but is not out)."""
+    weights: Tensor
+    """``[R, L]``: w. Each column sums to 1, or is 0 where the layer rolled back."""
+    effective_replicas: Tensor
+    """``[L]``: ``1/Σw²``, 0 where the layer rolled back."""
+    clip: Tensor
+    """``[L]``: factor of the clip, 1 where nothing was clipped. NaN for layers that other ranks hold."""
+    rolled_back: Tensor
+    """``[L]`` bool: nobody was left, so every replica went back to the anchor."""
+    bytes_sent: int
+    """By this rank to other replicas in this round."""
+    seconds_total: float
+    """From launch to done, on this rank."""
+    seconds_waited: float
+    """Of those, how long this rank's training loop stood still for others (on CUDA: its host thread)."""
+    last_replica: int
+    """The replica that launched last, by the hosts' wall clocks."""
+
+
+class Round:
+    """One round under way. Nothing that lasts changes before the layer in question is done.
+
+    Every rank issues the same collectives in the same order, whatever its forward does: the exchange, the
+    verdicts, buffers, then per layer, in the order of ``layers``, a sum over the replicas and a scalar
+    inside the replica. *When* a rank goes on is its own affair; what it does next never is.
+
+    Args:
+        elements: of one replica.
+        number: of this round, from 1.
+        steps: inner steps of this replica since its last round.
+        called: whether this replica has called ``sync()``.
+        problem: why this rank cannot take part; then every rank raises.
+        columns: L, over the layers of all ranks.
+        memory: the penalty's state, replaced column by column as layers are done.
+        inner: its state of a layer whose replica was not finite is dropped.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        layers: list[Layer],
+        columns: list[str],
+        anchor: Anchor,
+        penalty: Penalty,
+        memory: State,
+        buffers: Buffers,
+        inner: torch.optim.Optimizer,
+        *,
+        elements: int,
+        prefetch: int,
+        number: int,
+        steps: int,
+        called: bool,
+        problem: str | None,
+    ) -> None:
+        self.replicas, self.layers, self.columns = replicas, layers, columns
+        self.anchor, self.penalty, self.memory = anchor, penalty, memory
+        self.buffers, self.inner, self.prefetch, self.number = buffers, inner, prefetch, number
+        self.elements, self.moved, self.problem = elements, steps > 0, problem
+        self.decided = False
+        self.done = 0  # layers, counted in order
+        self.fresh: set[int] = set()  # layers written in this forward and not gathered since
+        self._flying: dict[int, tuple[Tensor, object]] = {}
+        self._started = 0
+        self._clip = torch.full((len(columns),), torch.nan, dtype=torch.float64)
+        self._factors: dict[int, Tensor] = {}
+        self._waited = 0.0
+        self._bytes = replicas.bytes_sent
+        self._launched = time.perf_counter()
+        self._launch(steps, called)
+
+    # ---------------------------------------------------------------------------------------- exchange
+
+    def _launch(self, steps: int, called: bool) -> None:
+        """Squared norms, steps, flags of this rank into its replica's row; sum over all ranks."""
+        replicas, width = self.replicas, len(self.columns)
+        self._matrix = torch.zeros(replicas.count, width + _EXTRA, dtype=torch.float64)
+        row = self._matrix[replicas.index]
+        if self.layers and self.problem is None:
+            squares, magnitudes = [], []
+            for index, layer in enumerate(self.layers):
+                a = self.anchor.fetch(index, layer)
+                delta = layer.pseudo_gradient(a, torch.empty_like(a))
+                squares.append(layer.squares(delta))
+                magnitudes.append(layer.magnitude(a))
+                del a, delta
+            measured = torch.stack([*squares, *magnitudes]).cpu()  # the one host read of a round
+            row[[layer.column for layer in self.layers]] = measured[: len(squares)]
+            row[width + _MAGNITUDE] = measured[len(squares) :].sum()
+        row[width + _STEPS] = steps
+        row[width + _FLAGS] = float(called) + (_PROBLEM if self.problem else 0.0)
+        row[width + _TIME] = time.time() if replicas.member == 0 else 0.0
+        with self._naming("exchange of norms"):
+            self._exchange = replicas.start_exchange(self._matrix)
+
+    def decide(self) -> None:
+        """Wait for the exchange; get the leader's verdicts."""
+        if self.decided:
+            return
+        replicas, width = self.replicas, len(self.columns)
+        if self._exchange is not None:
+            with self._naming("exchange of norms"), self._waiting():
+                self._exchange.wait()
+        extra = self._matrix[:, width:]
+        self._check(extra)
+        self.steps = (extra[:, _STEPS] / replicas.members).long()
+        self.everyone_called = bool((extra[:, _FLAGS] == replicas.members).all())
+        self.last_replica = int(extra[:, _TIME].argmax())
+        self.norms = self._matrix[:, :width].sqrt()
+
+        self._new = {key: value.clone() for key, value in self.memory.items()}
+        weights = torch.zeros_like(self.norms)
+        fault: Exception | None = None
+        if replicas.index == 0 and replicas.member == 0:
+            try:
+                weights.copy_(_checked(self.penalty.weights(self.norms.clone(), self.steps, self._new)))
+            except Exception as error:  # a user's policy: all ranks must hear of it
+                fault = error
+        packed = torch.cat(
+            [torch.tensor([fault is None], dtype=torch.float64), weights.flatten()]
+            + [value.flatten().double() for value in self._new.values()]
+        )
+        with self._naming("broadcast of verdicts"), self._waiting():
+            replicas.from_leader(packed)
+        if not packed[0]:
+            raise fault or SyncError(
+                f"round {self.number}: the penalty raised an error on rank {replicas.leader}; see its log"
+            )
+        start = 1 + weights.numel()
+        self.weights = packed[1:start].view_as(weights)
+        for value in self._new.values():
+            value.copy_(packed[start : (start := start + value.numel())].view_as(value))
+        self.decided = True
+
+    def _check(self, extra: Tensor) -> None:
+        """What all ranks see alike and none may go on with."""
+        replicas = self.replicas
+        stopped = [i for i in range(replicas.count) if extra[i, _FLAGS] >= _PROBLEM]
+        if stopped:
+            raise SyncError(
+                f"round {self.number}: " + (self.problem or f"replica {stopped} cannot take part; see its log")
+            )
+        split = [i for i in range(replicas.count) if extra[i, _STEPS] % replicas.members]
+        if split:
+            raise SyncError(
+                f"round {self.number}: the ranks of replica {split} disagree on their number of steps: call "
+                "step() and sync() on all ranks of a replica alike"
+            )
+        # Equal anchors may differ in their last bits where machines differ (a clip's norm summed in
+        # another order); by so much and no more. One number per replica finds any real drift.
+        magnitude = extra[:, _MAGNITUDE]
+        drifted = [
+            i
+            for i in range(replicas.count)
+            if not abs(magnitude[i] - magnitude[0]) <= 1e-5 * magnitude[0] / self.elements**0.5
+        ]
+        if drifted:
+            raise SyncError(
+                f"round {self.number}: the anchor of replica {drifted} differs from replica 0's, or is not "
+                f"finite (sums of magnitudes {magnitude.tolist()}): load the same optimizer state on all "
+                "replicas; nothing was changed"
+            )
+
+    # ------------------------------------------------------------------------------------------ layers
+
+    def advance(self, through: int) -> None:
+        """Do all layers up to index ``through``, and have the traffic of the next ones under way."""
+        if self.done > through:
+            return
+        self.decide()
+        if self._started == 0 and self.buffers.names:
+            total = self.buffers.contribution(self.moved, self.replicas.index == 0)
+            with self._naming("averaging buffers"), self._waiting():
+                if (work := self.replicas.start_sum(total)) is not None:
+                    work.wait()
+            self.buffers.apply(total)
+        while self.done <= through:
+            while self._started <= min(self.done + self.prefetch, len(self.layers) - 1):
+                self._start(self._started)
+                self._started += 1
+            self._finish(self.done)
+            self.done += 1
+
+    def _start(self, index: int) -> None:
+        """``w_i Δ_i``, exactly 0 where this replica is out (0·NaN is not); its sum over the replicas."""
+        layer = self.layers[index]
+        w = float(self.weights[self.replicas.index, layer.column])
+        flat = torch.zeros(layer.numel, dtype=layer.dtype, device=layer.device)
+        if w:
+            layer.pseudo_gradient(self.anchor.fetch(index, layer), flat)
+            if w != 1:
+                flat.mul_(w)
+        with self._naming("sum of pseudo gradients", layer):
+            self._flying[index] = flat, self.replicas.start_sum(flat)
+
+    def _finish(self, index: int) -> None:
+        """Clip, outer step, restart."""
+        layer, replicas = self.layers[index], self.replicas
+        flat, work = self._flying[index]
+        with self._naming("sum of pseudo gradients", layer), self._waiting():
+            if work is not None:
+                work.wait()  # type: ignore[attr-defined]
+        squares = layer.squares(flat)
+        with self._naming("norm of the clip", layer), self._waiting():
+            replicas.sum_inside(squares, layer.name)
+        if self.weights[:, layer.column].any():
+            factor = self.penalty.clip(squares.sqrt())
+            flat.mul_(factor.to(flat.dtype))
+            self._factors[layer.column] = factor
+            a = self.anchor.step(index, layer, flat)
+        else:
+            a = self.anchor.fetch(index, layer)
+        # Units that stayed gathered (the root, after an evaluation) would not see what is written.
+        for unit in layer.units:
+            reshard(unit)
+        layer.write(a)
+        if not self.norms[replicas.index, layer.column].isfinite():
+            for param in layer.params:
+                self.inner.state.pop(param, None)
+        for key, value in self._new.items():
+            self.memory[key][..., layer.column] = value[..., layer.column]
+        self.fresh.add(index)
+        del self._flying[index]
+
+    def gather(self, index: int) -> None:
+        """Gather a layer written since the root's forward began, in the order of the writing stream."""
+        if index in self.fresh:
+            self.fresh.discard(index)
+            for unit in self.layers[index].units:
+                gather_early(unit)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every layer is done."""
+        return self.decided and self.done == len(self.layers)
+
+    # ------------------------------------------------------------------------------------------ report
+
+    def report(self, total_steps: int) -> RoundReport:
+        """The report of a completed round; ``total_steps`` including this round's."""
+        clip = self._clip
+        if self._factors:
+            clip[list(self._factors)] = torch.stack(list(self._factors.values())).double().cpu()
+        for layer in self.layers:
+            if layer.column not in self._factors:
+                clip[layer.column] = 1.0
+        squares = self.weights.square().sum(0)
+        stood = (self.norms == 0) & (self.steps > 0).unsqueeze(1)
+        return RoundReport(
+            round=self.number,
+            layers=self.columns,
+            steps=self.steps,
+            total_steps=total_steps,
+            norms=self.norms,
+            out=(self.weights == 0) & ~stood,
+            weights=self.weights,
+            effective_replicas=torch.where(squares > 0, 1 / squares, 0.0),
+            clip=clip,
+            rolled_back=squares == 0,
+            bytes_sent=self.replicas.bytes_sent - self._bytes,
+            seconds_total=time.perf_counter() - self._launched,
+            seconds_waited=self._waited,
+            last_replica=self.last_replica,
+        )
+
+    def _naming(self, what: str, layer: Layer | None = None) -> object:
+        where = f", layer {layer.name}" if layer is not None else ""
+        return self.replicas.naming(f"round {self.number}{where}: {what}")
+
+    def _waiting(self) -> _Stopwatch:
+        return _Stopwatch(self)
+
+
+class _Stopwatch:
+    """Adds the time inside it to the round's seconds waited."""
+
+    def __init__(self, of: Round) -> None:
+        self.of = of
+
+    def __enter__(self) -> None:
+        self.start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.of._waited += time.perf_counter() - self.start
+
+
+def _checked(weights: Tensor) -> Tensor:
+    sums = weights.sum(0)
+    if not bool(((weights >= 0).all() & (((sums - 1).abs() < 1e-9) | (sums == 0)).all())):
+        raise ValueError(
+            "penalty.weights must return weights >= 0 that sum to 1 over the replicas, or are all 0 to roll a "
+            f"layer back, but returned {weights.tolist()}: normalise them over the replicas that are not out"
+        )
+    return weights

@@ -1,0 +1,174 @@
+"""What is checked at construction, on every rank alike, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .comm import Replicas, is_unit, mesh_ranks, wrapper_of
+from .layers import Layer
+
+
+@contextmanager
+def agree(replicas: Replicas, what: str) -> Iterator[None]:
+    """Collective. An exception inside, on any rank, is an exception on every rank."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    said = replicas.gather_objects(error and f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, text in said.items():
+        if text is not None:
+            raise RuntimeError(f"{what} failed on rank {rank}: {text}")
+
+
+def compare(replicas: Replicas, mine: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Collective. Raise if ranks differ in what must be equal. Returns what each rank said.
+
+    ``mine["settings"]`` must be equal everywhere, ``mine["layers"]`` on all ranks that hold the same shard.
+    """
+    said = replicas.gather_objects(mine)
+    for row in replicas.grid:
+        for member, rank in enumerate(row):
+            first = replicas.grid[0][member]
+            _same("settings", replicas.leader, said[replicas.leader], rank, said[rank])
+            _same("layers", first, said[first], rank, said[rank])
+    return said
+
+
+def _same(what: str, a: int, of_a: dict[str, Any], b: int, of_b: dict[str, Any]) -> None:
+    ours, theirs = of_a[what], of_b[what]
+    for key in list(dict.fromkeys([*ours, *theirs])):
+        if ours.get(key) != theirs.get(key):
+            raise ValueError(
+                f"{what} must be the same on all replicas, but {key} is {ours.get(key)} on rank {a} and "
+                f"{theirs.get(key)} on rank {b}: build the same model and optimizer on every rank"
+            )
+
+
+def units_of(model: nn.Module) -> list[nn.Module]:
+    """The ``fully_shard``ed modules."""
+    return [module for module in model.modules() if is_unit(module)]
+
+
+def check_model(model: Any, replicas: Replicas) -> None:
+    """Raise for what cannot be trained with local SGD."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be the nn.Module itself, not {type(model).__name__}: LocalSGDOptimizer(model, lr=...) "
+            "takes the parameters from it, and hooks its forward"
+        )
+    if (wrapper := wrapper_of(model)) is not None:
+        raise TypeError(
+            f"model must not be wrapped by {wrapper}, which averages gradients in every step: pass the bare "
+            'module, or one sharded by fully_shard(module, mesh=mesh["shard"])'
+        )
+    mine = set(replicas.grid[replicas.index])
+    sharded = False
+    for name, param in model.named_parameters():
+        if param.is_meta:
+            raise ValueError(f"model: {name} is on the meta device: materialise and initialise it first")
+        if param.requires_grad and not param.is_floating_point():
+            raise TypeError(
+                f"model: parameters must be real floating point, but {name} is {param.dtype}: store complex "
+                "numbers as pairs of real ones (torch.view_as_real)"
+            )
+        ranks = mesh_ranks(param)
+        sharded |= len(ranks) > 1
+        if ranks - mine:
+            raise ValueError(
+                f"model must be sharded inside a replica only (ranks {sorted(mine)}), but {name} is "
+                f'distributed over ranks {sorted(ranks)}: use fully_shard(module, mesh=mesh["shard"]), without '
+                "the replicate dimension"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise TypeError(f"model: {name} makes sparse gradients, which cannot be averaged: use sparse=False")
+    if replicas.members > 1 and not sharded:
+        raise ValueError(
+            f"mesh gives each replica {replicas.members} ranks, but the model is not distributed over them: "
+            'apply fully_shard(module, mesh=mesh["shard"]) first, or use a mesh of shape (ranks, 1)'
+        )
+
+
+def check_settings(schedule: Any, penalty: Any, outer: Any, offload: Any, prefetch: Any, delay: Any) -> None:
+    """Raise for settings that mean nothing."""
+    if not (hasattr(schedule, "due") and hasattr(schedule, "warmup_steps")):
+        raise TypeError(
+            f"schedule must have due(progress) and warmup_steps, but is {schedule!r}: use EverySteps(128), "
+            "EverySeconds(600.0) or your own (docs/custom-policies.md)"
+        )
+    if not all(hasattr(penalty, name) for name in ("init", "weights", "clip")):
+        raise TypeError(
+            f"penalty must have init, weights and clip, but is {penalty!r}: use PseudoGradientPenalty(), "
+            "None for the plain mean, or your own (docs/custom-policies.md)"
+        )
+    if not callable(outer):
+        raise TypeError(
+            f"outer must be a callable params -> Optimizer, but is {outer!r}: use Nesterov(), Average(), "
+            "HeavyBall() or functools.partial(torch.optim.SGD, lr=...)"
+        )
+    if offload not in (None, "cpu"):
+        raise ValueError(f"offload must be None or 'cpu', but is {offload!r}: use 'cpu' for host memory")
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(f"prefetch must be an int >= 0 (layers), but is {prefetch!r}: the default is 1")
+    if delay != 0 or isinstance(delay, bool):
+        raise ValueError(
+            f"delay must be 0 in this version, but is {delay!r}: a round is applied in the next forward"
+        )
+
+
+def describe_layer(layer: Layer) -> list[tuple[str, tuple[int, ...], str]]:
+    """What must be equal on all ranks that hold the same shard of a layer."""
+    return [
+        (name, tuple(shape), str(dtype))
+        for name, shape, dtype in zip(layer.names, layer.shapes, layer.dtypes, strict=True)
+    ]
+
+
+def build_inner(inner: Any, model: nn.Module, kwargs: dict[str, Any]) -> torch.optim.Optimizer:
+    """The inner optimizer, on exactly the model's trainable parameters."""
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    if isinstance(inner, torch.optim.Optimizer):
+        if kwargs:
+            raise TypeError(
+                f"{sorted(kwargs)} cannot be given with an inner optimizer that is already built: set them "
+                "where it is built"
+            )
+        optimizer = inner
+    elif callable(inner):
+        if not trainable:
+            raise ValueError("model has no trainable parameters: set requires_grad before the optimizer")
+        try:
+            optimizer = inner(trainable, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"inner: {getattr(inner, '__name__', inner)} does not take {sorted(kwargs)} ({error}): keywords "
+                "that LocalSGDOptimizer does not know are passed on to it"
+            ) from error
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"inner must return a torch.optim.Optimizer, but returned {optimizer!r}")
+    else:
+        raise TypeError(f"inner must be an optimizer, its class or a callable, but is {inner!r}")
+    held = {param for group in optimizer.param_groups for param in group["params"]}
+    names = {param: name for name, param in model.named_parameters()}
+    strange = held - names.keys()
+    if strange:
+        raise ValueError(
+            f"inner must hold the model's parameters, but {len(strange)} of its parameters are not the model's "
+            f"(shapes {sorted(tuple(p.shape) for p in strange)[:3]}): shard the model before building it"
+        )
+    missing = [names[param] for param in trainable if param not in held]
+    if missing:
+        raise ValueError(
+            f"inner must hold all trainable parameters, but lacks {missing[:5]}: add them, or set "
+            "requires_grad=False before building the optimizer"
+        )
+    return optimizer
