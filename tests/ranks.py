@@ -26,6 +26,7 @@ import contextlib
 import faulthandler
 import functools
 import io
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -61,6 +62,9 @@ PRELOAD = [
     "hypothesis",
     "pytest",
 ]
+
+# torch reports every collective that raises to this logger of its own, at DEBUG, which pytest then repeats.
+logging.getLogger("c10d-NullHandler-default").propagate = False
 
 
 class RankError(AssertionError):
@@ -116,9 +120,7 @@ def threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float 
             results[rank] = fn(rank, *args)
             watch.ends(rank)
         except BaseException as error:
-            if (
-                not watch.stopped
-            ):  # else it is the SystemExit of a stopped collective, or nobody listens any more
+            if not watch.stopped:  # else: the SystemExit of a stopped collective, or nobody listens any more
                 errors.append((rank, error))
                 watch.stop()
         if not watch.left:

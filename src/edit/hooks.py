@@ -69,23 +69,23 @@ class GradientAverage:
         self.replicas = replicas
         self.layers = [(layer, layer.plain) for layer in layers if layer.plain]
         self._units = [unit for layer in layers for unit in layer.units]
-        self._expected = self._accumulated = 0
+        self._last = False
         self._handles: list[Any] = []
         for unit in self._units:
             set_gradient_hook(unit, replicas.average)
         if plain := [param for _, params in self.layers for param in params]:
-            # The first hook runs when the last gradient is computed, just before it is accumulated; the
-            # others run after each accumulation.
+            # The first hook runs when the last gradient of a backward is computed, just before it is
+            # accumulated; the others run after each accumulation. (Re-entrant checkpointing nests backwards:
+            # each averages, which leaves what is equal already as it is.)
             self._handles.append(torch.autograd.graph.register_multi_grad_hook(plain, self._computed))
             self._handles += [p.register_post_accumulate_grad_hook(self._accumulate) for p in plain]
 
     def _computed(self, gradients: Any) -> None:
-        self._expected = sum(gradient is not None for gradient in gradients)
+        self._last = True
 
     def _accumulate(self, param: Tensor) -> None:
-        self._accumulated += 1
-        if self._accumulated == self._expected:
-            self._expected = self._accumulated = 0
+        if self._last:
+            self._last = False
             self._average()
 
     @torch.no_grad()

@@ -1,0 +1,324 @@
+"""What the benchmarks share: ranks and their network, counting what runs, timing in pairs, a Llama."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# ----------------------------------------------------------------------------------------------- ranks
+
+_JOB = "EDIT_BENCHMARK_JOB"
+
+
+def is_rank() -> bool:
+    """Whether this process was started by :func:`run_ranks`."""
+    return _JOB in os.environ
+
+
+def be_rank(jobs: dict[str, Callable[..., Any]]) -> None:
+    """What a started process does: its part of the job; the result (plain values) goes to the starter."""
+    spec = json.loads(os.environ[_JOB])
+    torch.set_num_threads(1)
+    # A file, not a TCP store: nothing but the groups' own traffic is on the network.
+    dist.init_process_group(
+        "gloo", init_method=f"file://{spec['folder']}/store", rank=spec["rank"], world_size=spec["world"]
+    )
+    result = jobs[spec["job"]](**spec["settings"])
+    Path(spec["folder"], f"result{spec['rank']}").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_ranks(
+    job: str, world: int, *, network: Sequence[str] = (), timeout: float = 600, **settings: Any
+) -> list[Any]:
+    """``[jobs[job](**settings) for each rank]``: this script, started once per rank.
+
+    Args:
+        network: network namespaces; consecutive ranks share one. Empty: all ranks on the loopback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(world):
+                spec = {"job": job, "settings": settings, "folder": folder, "rank": rank, "world": world}
+                env = os.environ | {
+                    _JOB: json.dumps(spec),
+                    "OMP_NUM_THREADS": "1",
+                    "GLOO_SOCKET_IFNAME": LINK if network else "lo",
+                }
+                inside = ["ip", "netns", "exec", network[rank * len(network) // world]] if network else []
+                command = [*inside, sys.executable, *sys.argv]
+                with open(f"{folder}/log{rank}", "wb") as log:
+                    processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+            deadline = time.monotonic() + timeout
+            while any(process.poll() is None for process in processes):
+                failed = [r for r, process in enumerate(processes) if process.poll()]
+                if failed or time.monotonic() > deadline:
+                    rank = failed[0] if failed else 0
+                    what = "failed" if failed else f"did not end within {timeout} s"
+                    raise RuntimeError(f"{job}: rank {rank} {what}\n" + Path(folder, f"log{rank}").read_text())
+                time.sleep(0.02)
+            return [json.loads(Path(folder, f"result{rank}").read_text()) for rank in range(world)]
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+
+
+LINK = "edit0"  # the interface to the other namespaces, in each of them
+
+
+@contextmanager
+def namespaces(count: int) -> Iterator[list[str]]:
+    """Network namespaces, each with one interface :data:`LINK` on a common bridge. Empty without the rights.
+
+    What ranks of one namespace say to each other stays on its loopback, so the interface carries what leaves
+    a replica, and nothing else.
+    """
+    prefix = f"edit-{os.getpid()}"
+    switch, names = f"{prefix}-switch", [f"{prefix}-{i}" for i in range(count)]
+    made: list[str] = []
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+    try:
+        try:
+            for name in [switch, *names]:
+                ip("netns", "add", name)
+                made.append(name)
+                ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+            ip("-n", switch, "link", "set", "bridge", "up")
+            for i, name in enumerate(names):
+                ip("-n", switch, "link", "add", f"port{i}", "type", "veth", "peer", "name", LINK, "netns", name)
+                ip("-n", switch, "link", "set", f"port{i}", "master", "bridge", "up")
+                ip("-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", LINK)
+                ip("-n", name, "link", "set", LINK, "up")
+        except (OSError, subprocess.CalledProcessError):
+            names = []
+        yield names
+    finally:
+        for name in made:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def bytes_out() -> int:
+    """Bytes that this process's network has sent so far: over :data:`LINK`, or else over the loopback."""
+    rows = (line.split(":", 1) for line in Path("/proc/net/dev").read_text().splitlines() if ":" in line)
+    sent = {name.strip(): int(numbers.split()[8]) for name, numbers in rows}
+    return sent.get(LINK, sent["lo"])
+
+
+# ---------------------------------------------------------------------------------------------- census
+
+
+class Census(TorchDispatchMode):
+    """Counts what this thread dispatches while it is entered.
+
+    ``operators``: by name, collectives and host reads not among them. ``collectives``: ``(kind, group)``,
+    with the group's name from ``groups`` (by ``group_name``), else "model". ``host_reads``: by name
+    (``item``, ``bool`` and the like arrive as ``_local_scalar_dense``; ``tolist``, ``cpu`` and ``numpy``
+    read without the dispatcher and are caught at the tensor's method).
+    """
+
+    def __init__(self, groups: dict[str, str] | None = None) -> None:
+        super().__init__()
+        self.groups = groups or {}
+        self.operators: Counter[str] = Counter()
+        self.collectives: Counter[tuple[str, str]] = Counter()
+        self.host_reads: Counter[str] = Counter()
+
+    def __enter__(self) -> Census:
+        self._methods = ExitStack()
+        for name in ("tolist", "cpu", "numpy"):
+            self._methods.enter_context(mock.patch.object(Tensor, name, self._noted(name)))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._methods.close()
+
+    def _noted(self, name: str) -> Callable[..., Any]:
+        method = getattr(Tensor, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.host_reads[name] += 1
+            return method(*args, **kwargs)
+
+        return noted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count one call."""
+        name = func.overloadpacket.__name__
+        if func.namespace == "c10d":
+            group = next(filter(None, map(_group_name, args)), "")
+            self.collectives[name.strip("_"), self.groups.get(group, "model")] += 1
+        elif func.namespace == "_c10d_functional":
+            self.collectives[name, "model"] += name != "wait_tensor"
+        elif name in ("_local_scalar_dense", "is_nonzero", "equal"):
+            self.host_reads[name] += 1
+        else:
+            self.operators[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _group_name(argument: Any) -> str | None:
+    try:
+        return dist.ProcessGroup.unbox(argument).group_name
+    except (RuntimeError, TypeError):
+        return None
+
+
+def group_names(optimizer: Any) -> dict[str, str]:
+    """What the groups of a ``LocalSGDOptimizer`` are for."""
+    replicas = optimizer.replicas
+    groups = {"control": replicas.control, "sync": replicas.sync, "clock": replicas._replica_host}
+    names = {group.group_name: what for what, group in groups.items() if group is not None}
+    return names | {group.group_name: "inside" for group in replicas._inside.values() if group is not None}
+
+
+# ---------------------------------------------------------------------------------------------- timing
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def paired(a: Callable[[], Any], b: Callable[[], Any], pairs: int) -> tuple[Tensor, Tensor]:
+    """Wall times of ``a`` and ``b``, called in turns ``a b b a a b b a``, so that each follows each."""
+    for call in (a, b, a, b):
+        call()
+    times: dict[Callable[[], Any], list[float]] = {a: [], b: []}
+    gc.collect()
+    gc.disable()
+    try:
+        for i in range(pairs):
+            for call in (a, b) if i % 2 else (b, a):
+                times[call].append(seconds(call))
+    finally:
+        gc.enable()
+    return torch.tensor(times[a], dtype=torch.float64), torch.tensor(times[b], dtype=torch.float64)
+
+
+def median(values: Sequence[float] | Tensor) -> tuple[float, float]:
+    """The median and its standard error, from the interquartile range."""
+    listed = sorted(values.tolist() if isinstance(values, Tensor) else values)
+    quarters = statistics.quantiles(listed, n=4)
+    return statistics.median(listed), 1.253 * (quarters[2] - quarters[0]) / 1.349 / math.sqrt(len(listed))
+
+
+# ---------------------------------------------------------------------------------------------- models
+
+
+def mesh(replicas: int, shards: int) -> DeviceMesh:
+    """The mesh of the README, on the CPU."""
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: nn.Module, blocks: Sequence[nn.Module], over: DeviceMesh) -> None:
+    """FSDP2 over the replica's ranks, one unit a block."""
+    for block in blocks:
+        fully_shard(block, mesh=over["shard"])
+    fully_shard(model, mesh=over["shard"])
+
+
+class Llama(nn.Module):
+    """RMSNorm, rotary attention, SwiGLU, over bytes. ``depth`` layers and the root."""
+
+    def __init__(self, width: int = 128, depth: int = 8, heads: int = 4, buffers: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, width)
+        self.layers = nn.ModuleList(LlamaBlock(width, heads) for _ in range(depth))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
+        if buffers:
+            self.register_buffer("seen", torch.zeros(16))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the next byte."""
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class LlamaBlock(nn.Module):
+    """Attention and SwiGLU with 8/3 of the width."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        hidden = width * 8 // 3 // 16 * 16
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, tokens, width]``."""
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(_rotated(q), _rotated(k), v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def _rotated(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    angles = torch.outer(torch.arange(x.shape[-2]), 1e4 ** (-torch.arange(half) / half))
+    cos, sin, a, b = angles.cos(), angles.sin(), x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def llama_loss(model: nn.Module, batch: int, length: int) -> Tensor:
+    """Cross entropy of the next byte on random ones."""
+    tokens = torch.randint(256, (batch, length + 1))
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def numel(model: nn.Module) -> int:
+    """Elements of all parameters."""
+    return sum(p.numel() for p in model.parameters())
+
+
+# ---------------------------------------------------------------------------------------------- output
+
+
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Print an aligned table."""
+    texts = [[str(cell) for cell in row] for row in [head, *rows]]
+    widths = [max(len(row[i]) for row in texts) for i in range(len(head))]
+    print(f"\n{title}")
+    for row in texts:
+        cells = zip(row, widths, strict=True)
+        print("  " + "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(cells)))
+    sys.stdout.flush()
