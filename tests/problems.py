@@ -51,7 +51,9 @@ def net(seed: int = 0, *, width: int = 7, depth: int = 2, dtype: torch.dtype = t
     return seeded(Net(width, depth), seed, dtype)
 
 
-def batch(step: int, replica: int, member: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def batch(
+    step: int, replica: int, member: int = 0, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
     """The data that one rank trains on in one of its steps."""
     generator = torch.Generator().manual_seed(1_000_003 * step + 1009 * replica + member)
     x = torch.randn(BATCH, IN, generator=generator, dtype=torch.float64)

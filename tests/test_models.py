@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from problems import Net, batch, loss_of, net
-from ranks import mesh, processes, threads
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
@@ -19,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import edit
+from problems import Net, batch, loss_of, net
+from ranks import mesh, processes, threads
 
 STEPS, INTERVAL, WARMUP = 11, 3, 2
 Trajectory = list[list[Tensor]]
@@ -45,7 +45,9 @@ def shard(model: Net, grid: Any, **kwargs: Any) -> Net:
     return fully_shard(model, mesh=grid["shard"])
 
 
-def course(rank: int, shape: tuple[int, int], build: Callable, during: Callable | None = None, **kw: Any) -> Any:
+def course(
+    rank: int, shape: tuple[int, int], build: Callable, during: Callable | None = None, **kw: Any
+) -> Any:
     """Train; return the full parameters after every step, and the course of norms and weights."""
     replicas, shards = shape
     grid = mesh(replicas, shards)

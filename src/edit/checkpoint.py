@@ -107,7 +107,7 @@ def pack(opt: LocalSGDOptimizer, inner: dict[str, Any]) -> dict[str, Any]:
         states[ids[param]] = {**states.get(ids[param], {}), **entry}
     if opt._layers:
         began = [opt._anchor is not None and bool(opt._anchor.state_of(i)) for i in range(len(opt._layers))]
-        run = [_VERSION, opt.local_steps, opt._steps, opt.rounds, opt.total_steps]
+        run: list[float] = [_VERSION, opt.local_steps, opt._steps, opt.rounds, opt.total_steps]
         run += [opt._due, opt._anchor is not None, opt._time() - opt._last_round]
         states[ids[opt._layers[0].params[0]]] |= {
             RUN: torch.tensor(run, dtype=torch.float64),

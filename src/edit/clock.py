@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .comm import Replicas
+from .comm import Replicas, Work
 from .schedule import Progress, Schedule
 
 
@@ -20,7 +20,7 @@ class ReplicaClock:
         self._ask_again = getattr(schedule, "ask_again", None)
         self._schedule, self._replicas = schedule, replicas
         self._next = 0
-        self._answer: tuple[int, torch.Tensor, object] | None = None
+        self._answer: tuple[int, torch.Tensor, Work | None] | None = None
 
     def due(self, progress: Progress) -> bool:
         """Whether a round is due after this step: the same on all ranks of the replica."""
@@ -29,7 +29,8 @@ class ReplicaClock:
         if self._answer is not None:
             asked, value, work = self._answer
             self._answer = None
-            work.wait()  # type: ignore[attr-defined]
+            if work is not None:
+                work.wait()
             if value.item() == 0:
                 return True
             self._next = asked + int(value.item())
@@ -42,6 +43,6 @@ class ReplicaClock:
 
     def restart(self) -> None:
         """A round begins: steps count from 0 again, and an answer under way is not wanted any more."""
-        if self._answer is not None:
-            self._answer[2].wait()  # type: ignore[attr-defined]
+        if self._answer is not None and self._answer[2] is not None:
+            self._answer[2].wait()
         self._answer, self._next = None, 0

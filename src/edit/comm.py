@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 REPLICATE = ("replicate", "dp_replicate")
+Work = dist.Work
 
 
 class SyncError(RuntimeError):
@@ -164,7 +165,9 @@ class Replicas:
             grid = _grid(mesh)
         where = (grid == me).nonzero()
         if len(where) != 1:
-            raise ValueError(f"mesh must hold every rank once, but holds rank {me} {len(where)} times: {grid}")
+            raise ValueError(
+                f"mesh must hold every rank once, but holds rank {me} {len(where)} times: {grid}"
+            )
         self.grid: list[list[int]] = grid.tolist()
         self.count, self.members = grid.shape
         self.index, self.member = where[0].tolist()
@@ -185,7 +188,7 @@ class Replicas:
         mine = next((part for part in parts if self.ranks[self._flat_index()] in part), None)
         if mine is None or len(mine) < 2:
             return None
-        group = dist.new_group(
+        group: dist.ProcessGroup = dist.new_group(
             sorted(mine), timeout=self.timeout, backend=_backend(device_type), use_local_synchronization=True
         )
         self._groups.append(group)
@@ -210,16 +213,18 @@ class Replicas:
         dist.all_gather_object(values, value, group=self.control)
         return dict(zip(sorted(self.ranks), values, strict=True))
 
-    def start_exchange(self, matrix: Tensor) -> dist.Work | None:
+    def start_exchange(self, matrix: Tensor) -> Work | None:
         """Sum ``matrix`` (host) over all ranks, in the background."""
-        return self.control and dist.all_reduce(matrix, group=self.control, async_op=True)
+        if self.control is None:
+            return None
+        return _work(dist.all_reduce(matrix, group=self.control, async_op=True))
 
     def from_leader(self, values: Tensor) -> None:
         """``values`` (host) become the leader's."""
         if self.control is not None:
             dist.broadcast(values, src=self.leader, group=self.control)
 
-    def start_sum(self, flat: Tensor) -> dist.Work | None:
+    def start_sum(self, flat: Tensor) -> Work | None:
         """Sum ``flat`` over the replicas, in the background.
 
         Streams: the backend's stream waits for the current one before it reads ``flat``, and
@@ -229,7 +234,7 @@ class Replicas:
         if self.sync is None or flat.numel() == 0:  # empty on all ranks of the sync group alike
             return None
         self.bytes_sent += 2 * (self.count - 1) * flat.numel() * flat.element_size() // self.count
-        return dist.all_reduce(flat, group=self.sync, async_op=True)
+        return _work(dist.all_reduce(flat, group=self.sync, async_op=True))
 
     def average(self, flat: Tensor) -> None:
         """``flat`` becomes its mean over the replicas (a sum, scaled before: gloo knows no mean)."""
@@ -251,10 +256,12 @@ class Replicas:
         if self.sync is not None and flat.numel():
             dist.broadcast(flat, src=self.grid[0][self.member], group=self.sync)
 
-    def start_from_first_member(self, value: Tensor) -> dist.Work | None:
+    def start_from_first_member(self, value: Tensor) -> Work | None:
         """``value`` (host) becomes that of the first rank of this replica, in the background."""
+        if self._replica_host is None:
+            return None
         src = self.grid[self.index][0]
-        return self._replica_host and dist.broadcast(value, src=src, group=self._replica_host, async_op=True)
+        return _work(dist.broadcast(value, src=src, group=self._replica_host, async_op=True))
 
     @contextmanager
     def naming(self, what: str) -> Iterator[None]:
@@ -269,6 +276,11 @@ class Replicas:
                 f"{self.count}): {error}. A rank died, stopped, or waits elsewhere for longer than timeout="
                 f"{self.timeout}; see docs/faq.md. Restart from the last checkpoint"
             ) from error
+
+
+def _work(work: Work | None) -> Work:
+    assert work is not None  # async_op=True, on a member of the group
+    return work
 
 
 def _grid(mesh: DeviceMesh | None) -> Tensor:

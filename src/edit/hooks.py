@@ -22,7 +22,7 @@ class Gate:
         # Weak: a model must not keep an optimizer alive that nobody else uses.
         self._reach = weakref.WeakMethod(reach)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def reach(self, index: int) -> None:
         """A forward has reached layer ``index`` (-1: the root, where no layer belongs to it)."""
         if (reach := self._reach()) is not None:
@@ -36,6 +36,7 @@ class BeforeForward:
         self.gate, self.index = gate, index
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        """Before the forward of ``module``."""
         if self.gate is not None and self.gate.open:
             self.gate.reach(self.index)
 
@@ -78,7 +79,10 @@ class GradientAverage:
             # accumulated; the others run after each accumulation. (Re-entrant checkpointing nests backwards:
             # each averages, which leaves what is equal already as it is.)
             self._handles.append(torch.autograd.graph.register_multi_grad_hook(plain, self._computed))
-            self._handles += [p.register_post_accumulate_grad_hook(self._accumulate) for p in plain]
+            self._handles += [
+                p.register_post_accumulate_grad_hook(self._accumulate)  # type: ignore[no-untyped-call]
+                for p in plain
+            ]
 
     def _computed(self, gradients: Any) -> None:
         self._last = True

@@ -25,7 +25,17 @@ from .outer import Nesterov, Outer
 from .penalty import MEAN, Penalty, PseudoGradientPenalty
 from .round import Round, RoundReport
 from .schedule import EverySteps, Progress, Schedule
-from .setup import agree, build_inner, check_model, check_settings, compare, describe_layer, units_of
+from .setup import (
+    agree,
+    build_inner,
+    check_holders,
+    check_model,
+    check_settings,
+    compare,
+    describe_layer,
+    units_of,
+)
+from .wrapper import WrappedOptimizer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,7 +44,7 @@ log = logging.getLogger(__name__)
 _NOT_GIVEN: Any = object()  # tells step() from step(closure=None)
 
 
-class LocalSGDOptimizer(torch.optim.Optimizer):
+class LocalSGDOptimizer(WrappedOptimizer):
     """Replaces ``torch.optim.AdamW``: replicas train on their own and synchronise layer by layer.
 
     Wraps an *inner* optimizer, which steps this replica's parameters, and an *outer* one, which steps the
@@ -85,7 +95,6 @@ class LocalSGDOptimizer(torch.optim.Optimizer):
         timeout: timedelta | None = None,
         **inner_kwargs: Any,
     ) -> None:
-        self._ready = False
         # A policy class stands for its defaults.
         self.schedule = cast(Schedule, schedule() if isinstance(schedule, type) else schedule)
         self.penalty = cast(Penalty, penalty() if isinstance(penalty, type) else penalty or MEAN)
@@ -120,9 +129,9 @@ class LocalSGDOptimizer(torch.optim.Optimizer):
                 check_model(model, self.replicas)
                 for unit in units_of(model):
                     reshard(unit)  # after a forward, the parameters would be the gathered ones
-                self.inner = build_inner(inner, model, inner_kwargs)
+                built = build_inner(inner, model, inner_kwargs)
                 self._outer_keys = checkpoint.probe(self._make_outer)
-            super().__init__(self.inner.param_groups, self.inner.defaults)
+            super().__init__(built)
             self._gate = Gate(self._reach)
             self._handles: list[RemovableHandle] = []
             self._average: GradientAverage | None = None
@@ -131,7 +140,6 @@ class LocalSGDOptimizer(torch.optim.Optimizer):
             self.replicas.close()
             raise
         self._last_round = self._time()
-        self._ready = True
 
     # ------------------------------------------------------------------------------------------- story
 
@@ -375,6 +383,8 @@ class LocalSGDOptimizer(torch.optim.Optimizer):
         self._columns = list(dict.fromkeys(name for rank in replicas.ranks for name in said[rank]["layers"]))
         own = replicas.grid[replicas.index]
         holders = {n: tuple(rank for rank in own if n in said[rank]["layers"]) for n in self._columns}
+        with agree(replicas, "LocalSGDOptimizer(...)"):
+            check_holders(self._layers, holders)
         for layer in self._layers:
             layer.column = self._columns.index(layer.name)
             layer.set_holders(len(holders[layer.name]))
@@ -463,7 +473,9 @@ class LocalSGDOptimizer(torch.optim.Optimizer):
                     )
         for name, param in now.items():
             if param.requires_grad and param not in known:
-                return f"{name} began to train after LocalSGDOptimizer(...): call refresh() at a round boundary"
+                return (
+                    f"{name} began to train after LocalSGDOptimizer(...): call refresh() at a round boundary"
+                )
         return None
 
     def _progress(self) -> Progress:
@@ -488,9 +500,13 @@ class LocalSGDOptimizer(torch.optim.Optimizer):
 
     def _check_usable(self) -> None:
         if self._failure is not None:
-            raise RuntimeError(f"this LocalSGDOptimizer can no longer be used: {self._failure}") from self._failure
+            raise RuntimeError(
+                f"this LocalSGDOptimizer can no longer be used: {self._failure}"
+            ) from self._failure
         if self._in_consensus:
-            raise RuntimeError("step(), sync() and refresh() must not be called inside consensus(): leave it first")
+            raise RuntimeError(
+                "step(), sync() and refresh() must not be called inside consensus(): leave it first"
+            )
 
     def _check_boundary(self, what: str) -> None:
         if self._steps or self._due:
@@ -511,45 +527,17 @@ class LocalSGDOptimizer(torch.optim.Optimizer):
 
     # -------------------------------------------------------------- what torch.optim.Optimizer promises
 
-    @staticmethod
-    def profile_hook_step(func: Any) -> Any:
-        """The inner optimizer's step is profiled and runs the hooks; a second time would be too often."""
-        return func
-
-    @property  # type: ignore[override]
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's."""
-        return self.inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        if self._ready:  # torch.optim.Optimizer.__init__ assigns an empty list
-            self.inner.param_groups = groups
-
-    @property  # type: ignore[override]
-    def state(self) -> Any:
-        """The inner optimizer's."""
-        return self.inner.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        if self._ready:
-            self.inner.state = state
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model to the inner optimizer and synchronise them from now on.
 
         Collective over all ranks, at a round boundary (right after :meth:`sync`).
         """
-        if self._ready:  # torch.optim.Optimizer.__init__ adds the groups that the inner optimizer has
-            self._check_usable()
-            self._check_boundary("add_param_group()")
-            self.inner.add_param_group(param_group)
-            self.refresh()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the inner optimizer's."""
-        self.inner.zero_grad(set_to_none)
+        if not self._ready:
+            return
+        self._check_usable()
+        self._check_boundary("add_param_group()")
+        super().add_param_group(param_group)
+        self.refresh()
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, and with it, parameter by parameter, anchor and outer state; with the
@@ -569,36 +557,6 @@ class LocalSGDOptimizer(torch.optim.Optimizer):
         """
         self._check_usable()
         checkpoint.unpack(self, state_dict)
-
-    def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
-        """As the inner optimizer's; ``hook(optimizer, args, kwargs)`` gets this one."""
-        return self.inner.register_step_pre_hook(lambda _, *rest: hook(self, *rest))
-
-    def register_step_post_hook(self, hook: Any) -> RemovableHandle:
-        """As the inner optimizer's; ``hook(optimizer, args, kwargs)`` gets this one."""
-        return self.inner.register_step_post_hook(lambda _, *rest: hook(self, *rest))
-
-    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """As the inner optimizer's; ``hook(optimizer)`` gets this one."""
-        return self.inner.register_state_dict_pre_hook(lambda _: hook(self), prepend)
-
-    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """As the inner optimizer's; ``hook(optimizer, state_dict)`` gets this one and the inner state."""
-        return self.inner.register_state_dict_post_hook(lambda _, *rest: hook(self, *rest), prepend)
-
-    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """As the inner optimizer's; ``hook(optimizer, state_dict)`` gets this one and the inner state."""
-        return self.inner.register_load_state_dict_pre_hook(lambda _, *rest: hook(self, *rest), prepend)
-
-    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
-        """As the inner optimizer's; ``hook(optimizer)`` gets this one."""
-        return self.inner.register_load_state_dict_post_hook(lambda _: hook(self), prepend)
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "LocalSGDOptimizer holds process groups and hooks, so it cannot be pickled or copied: save "
-            "state_dict() and load it into a new one"
-        )
 
     def __repr__(self) -> str:
         settings = "".join(f"  {key}: {value}\n" for key, value in self._settings.items())

@@ -90,10 +90,12 @@ class HeavyBall:
 class HeavyBallOptimizer(Optimizer):
     """The step of :class:`HeavyBall`; its settings are entries of each group, ``m`` is ``momentum_buffer``."""
 
-    def __init__(self, params: ParamsT, *, lr: float, momentum: float, gap: float, clip: float | None) -> None:
+    def __init__(
+        self, params: ParamsT, *, lr: float, momentum: float, gap: float, clip: float | None
+    ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "gap": gap, "clip": clip})
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the parameters that have a gradient. Returns what ``closure`` returns."""
         loss = None
         if closure is not None:

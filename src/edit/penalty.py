@@ -68,7 +68,9 @@ class PseudoGradientPenalty:
     def __post_init__(self) -> None:
         if isinstance(self.anomaly, type):
             object.__setattr__(self, "anomaly", self.anomaly())
-        if self.anomaly is not None and not all(hasattr(self.anomaly, name) for name in ("init", "anomalous")):
+        if self.anomaly is not None and not all(
+            hasattr(self.anomaly, name) for name in ("init", "anomalous")
+        ):
             raise TypeError(
                 f"PseudoGradientPenalty: anomaly must have init and anomalous, but is {self.anomaly!r}: use "
                 "EMAZTest(), None to switch it off, or a test of your own (AnomalyTest)"

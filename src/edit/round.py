@@ -7,6 +7,8 @@ Symbols as in docs/algorithm.md: ``a`` anchor, ``θ`` live parameters, ``Δ = a 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from .anchor import Anchor
 from .buffers import Buffers
-from .comm import Replicas, SyncError, gather_early, reshard
+from .comm import Replicas, SyncError, Work, reshard
 from .layers import Layer
 from .penalty import Penalty
 
@@ -101,8 +103,7 @@ class Round:
         self.elements, self.moved, self.problem = elements, steps > 0, problem
         self.decided = False
         self.done = 0  # layers, counted in order
-        self.fresh: set[int] = set()  # layers written in this forward and not gathered since
-        self._flying: dict[int, tuple[Tensor, object]] = {}
+        self._flying: dict[int, tuple[Tensor, Work | None]] = {}
         self._started = 0
         self._clip = torch.full((len(columns),), torch.nan, dtype=torch.float64)
         self._factors: dict[int, Tensor] = {}
@@ -132,7 +133,7 @@ class Round:
         row[width + _STEPS] = steps
         row[width + _FLAGS] = float(called) + (_PROBLEM if self.problem else 0.0)
         row[width + _TIME] = time.time() if replicas.member == 0 else 0.0
-        with self._naming("exchange of norms"):
+        with self._traffic("exchange of norms"):
             self._exchange = replicas.start_exchange(self._matrix)
 
     def decide(self) -> None:
@@ -141,7 +142,7 @@ class Round:
             return
         replicas, width = self.replicas, len(self.columns)
         if self._exchange is not None:
-            with self._naming("exchange of norms"), self._waiting():
+            with self._traffic("exchange of norms"):
                 self._exchange.wait()
         extra = self._matrix[:, width:]
         self._check(extra)
@@ -162,7 +163,7 @@ class Round:
             [torch.tensor([fault is None], dtype=torch.float64), weights.flatten()]
             + [value.flatten().double() for value in self._new.values()]
         )
-        with self._naming("broadcast of verdicts"), self._waiting():
+        with self._traffic("broadcast of verdicts"):
             replicas.from_leader(packed)
         if not packed[0]:
             raise fault or SyncError(
@@ -180,7 +181,8 @@ class Round:
         stopped = [i for i in range(replicas.count) if extra[i, _FLAGS] >= _PROBLEM]
         if stopped:
             raise SyncError(
-                f"round {self.number}: " + (self.problem or f"replica {stopped} cannot take part; see its log")
+                f"round {self.number}: "
+                + (self.problem or f"replica {stopped} cannot take part; see its log")
             )
         split = [i for i in range(replicas.count) if extra[i, _STEPS] % replicas.members]
         if split:
@@ -212,7 +214,7 @@ class Round:
         self.decide()
         if self._started == 0 and self.buffers.names:
             total = self.buffers.contribution(self.moved, self.replicas.index == 0)
-            with self._naming("averaging buffers"), self._waiting():
+            with self._traffic("averaging buffers"):
                 if (work := self.replicas.start_sum(total)) is not None:
                     work.wait()
             self.buffers.apply(total)
@@ -232,18 +234,18 @@ class Round:
             layer.pseudo_gradient(self.anchor.fetch(index, layer), flat)
             if w != 1:
                 flat.mul_(w)
-        with self._naming("sum of pseudo gradients", layer):
+        with self._traffic("sum of pseudo gradients", layer):
             self._flying[index] = flat, self.replicas.start_sum(flat)
 
     def _finish(self, index: int) -> None:
         """Clip, outer step, restart."""
         layer, replicas = self.layers[index], self.replicas
         flat, work = self._flying[index]
-        with self._naming("sum of pseudo gradients", layer), self._waiting():
+        with self._traffic("sum of pseudo gradients", layer):
             if work is not None:
-                work.wait()  # type: ignore[attr-defined]
+                work.wait()
         squares = layer.squares(flat)
-        with self._naming("norm of the clip", layer), self._waiting():
+        with self._traffic("norm of the clip", layer):
             replicas.sum_inside(squares, layer.name)
         if self.weights[:, layer.column].any():
             factor = self.penalty.clip(squares.sqrt())
@@ -261,15 +263,7 @@ class Round:
                 self.inner.state.pop(param, None)
         for key, value in self._new.items():
             self.memory[key][..., layer.column] = value[..., layer.column]
-        self.fresh.add(index)
         del self._flying[index]
-
-    def gather(self, index: int) -> None:
-        """Gather a layer written since the root's forward began, in the order of the writing stream."""
-        if index in self.fresh:
-            self.fresh.discard(index)
-            for unit in self.layers[index].units:
-                gather_early(unit)
 
     @property
     def complete(self) -> bool:
@@ -305,30 +299,21 @@ class Round:
             last_replica=self.last_replica,
         )
 
-    def _naming(self, what: str, layer: Layer | None = None) -> object:
+    @contextmanager
+    def _traffic(self, what: str, layer: Layer | None = None) -> Iterator[None]:
+        """Name what fails inside, and count the time as waited."""
+        start = time.perf_counter()
         where = f", layer {layer.name}" if layer is not None else ""
-        return self.replicas.naming(f"round {self.number}{where}: {what}")
-
-    def _waiting(self) -> _Stopwatch:
-        return _Stopwatch(self)
-
-
-class _Stopwatch:
-    """Adds the time inside it to the round's seconds waited."""
-
-    def __init__(self, of: Round) -> None:
-        self.of = of
-
-    def __enter__(self) -> None:
-        self.start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.of._waited += time.perf_counter() - self.start
+        try:
+            with self.replicas.naming(f"round {self.number}{where}: {what}"):
+                yield
+        finally:
+            self._waited += time.perf_counter() - start
 
 
 def _checked(weights: Tensor) -> Tensor:
     sums = weights.sum(0)
-    if not bool(((weights >= 0).all() & (((sums - 1).abs() < 1e-9) | (sums == 0)).all())):
+    if not bool((weights >= 0).all() & (((sums - 1).abs() < 1e-9) | (sums == 0)).all()):
         raise ValueError(
             "penalty.weights must return weights >= 0 that sum to 1 over the replicas, or are all 0 to roll a "
             f"layer back, but returned {weights.tolist()}: normalise them over the replicas that are not out"

@@ -71,7 +71,6 @@ def check_model(model: Any, replicas: Replicas) -> None:
             'module, or one sharded by fully_shard(module, mesh=mesh["shard"])'
         )
     mine = set(replicas.grid[replicas.index])
-    sharded = False
     for name, param in model.named_parameters():
         if param.is_meta:
             raise ValueError(f"model: {name} is on the meta device: materialise and initialise it first")
@@ -81,7 +80,6 @@ def check_model(model: Any, replicas: Replicas) -> None:
                 "numbers as pairs of real ones (torch.view_as_real)"
             )
         ranks = mesh_ranks(param)
-        sharded |= len(ranks) > 1
         if ranks - mine:
             raise ValueError(
                 f"model must be sharded inside a replica only (ranks {sorted(mine)}), but {name} is "
@@ -90,12 +88,9 @@ def check_model(model: Any, replicas: Replicas) -> None:
             )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise TypeError(f"model: {name} makes sparse gradients, which cannot be averaged: use sparse=False")
-    if replicas.members > 1 and not sharded:
-        raise ValueError(
-            f"mesh gives each replica {replicas.members} ranks, but the model is not distributed over them: "
-            'apply fully_shard(module, mesh=mesh["shard"]) first, or use a mesh of shape (ranks, 1)'
-        )
+            raise TypeError(
+                f"model: {name} makes sparse gradients, which cannot be averaged: use sparse=False"
+            )
 
 
 def check_settings(schedule: Any, penalty: Any, outer: Any, offload: Any, prefetch: Any, delay: Any) -> None:
@@ -123,6 +118,19 @@ def check_settings(schedule: Any, penalty: Any, outer: Any, offload: Any, prefet
         raise ValueError(
             f"delay must be 0 in this version, but is {delay!r}: a round is applied in the next forward"
         )
+
+
+def check_holders(layers: list[Layer], holders: dict[str, tuple[int, ...]]) -> None:
+    """Raise if several ranks of a replica hold the same layer, and it is not distributed over them."""
+    if any(len(mesh_ranks(param)) > 1 for layer in layers for param in layer.params):
+        return  # what fully_shard was told to ignore may be whole on every rank
+    for layer in layers:
+        if len(ranks := holders[layer.name]) > 1:
+            raise ValueError(
+                f"mesh gives each replica {len(ranks)} ranks that hold {layer.name}, but the model is not "
+                'distributed over them: apply fully_shard(module, mesh=mesh["shard"]) first, or use a mesh of '
+                "shape (ranks, 1)"
+            )
 
 
 def describe_layer(layer: Layer) -> list[tuple[str, tuple[int, ...], str]]:
