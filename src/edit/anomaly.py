@@ -46,7 +46,7 @@ class EMAZTest:
         alpha: weight α of the newest norm in the averages, 0 < α <= 1.
         threshold: δ, how many standard deviations above the mean is too far.
         warmup_rounds: norms to see before any verdict, per replica and layer.
-        patience: the anomaly in a row that is taken as the new normal.
+        patience: exclusions in a row after which the statistics start afresh from the last one.
 
     Raises:
         TypeError, ValueError: a setting is out of these bounds.
@@ -77,7 +77,8 @@ class EMAZTest:
     def anomalous(self, norms: Tensor, live: Tensor, state: dict[str, Tensor]) -> Tensor:
         """Who is too far above its mean (:meth:`AnomalyTest.anomalous`).
 
-        A streak that reaches ``patience`` is no anomaly any more: that norm begins new statistics.
+        A norm that completes a streak of ``patience`` is left out like the others of the streak, and begins
+        new statistics: the next one like it is normal.
         """
         m, v, n, k = (state[key] for key in ("mean", "var", "count", "streak"))
         a, g = self.alpha, norms
@@ -92,10 +93,9 @@ class EMAZTest:
         restart = anomalous & (k >= self.patience)
         for tensor in (m, v, n, k):
             tensor.masked_fill_(restart, 0.0)
-        anomalous &= ~restart
 
         # `where`, not arithmetic with 0: g may be NaN where it is not live.
-        normal = live & ~anomalous
+        normal = live & (~anomalous | restart)
         n.copy_(torch.where(normal, n + 1, n))
         m.copy_(torch.where(normal, (1 - a) * m + a * g, m))
         mu = m / (1 - (1 - a) ** n)

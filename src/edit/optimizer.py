@@ -273,9 +273,12 @@ class LocalSGDOptimizer(WrappedOptimizer):
         if self._anchor is None and self.local_steps >= self.schedule.warmup_steps:
             self._anchor = Anchor(self._layers, self._make_outer, self._offload)
 
+    @torch.no_grad()
     def _end_warmup(self) -> None:
         self._stop_averaging()
         self._buffers.agreed = self._buffers.clone()
+        for tensor in self._buffers.agreed:
+            self.replicas.from_first_replica(tensor)
         self.total_steps = self.replicas.count * self.local_steps
         self._last_round = self._time()
 

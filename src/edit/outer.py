@@ -88,7 +88,7 @@ class HeavyBall:
 
 
 class HeavyBallOptimizer(Optimizer):
-    """The step of :class:`HeavyBall`; its settings are entries of each group, ``m`` is ``momentum_buffer``."""
+    """Steps as :class:`HeavyBall` says. Its settings are in each group; ``m`` is ``momentum_buffer``."""
 
     def __init__(
         self, params: ParamsT, *, lr: float, momentum: float, gap: float, clip: float | None

@@ -37,7 +37,7 @@ class Penalty(Protocol):
     def clip(self, norm: Tensor) -> Tensor:
         """The factor of the combined pseudo gradient of a layer whose norm is ``norm``.
 
-        Both 0-dimensional, on one device. Must not read ``norm`` on the host, which would wait for the device.
+        Both 0-dimensional, on one device. Must not read ``norm`` on the host: it would wait for the device.
         """
         ...
 
@@ -68,9 +68,8 @@ class PseudoGradientPenalty:
     def __post_init__(self) -> None:
         if isinstance(self.anomaly, type):
             object.__setattr__(self, "anomaly", self.anomaly())
-        if self.anomaly is not None and not all(
-            hasattr(self.anomaly, name) for name in ("init", "anomalous")
-        ):
+        needed = () if self.anomaly is None else ("init", "anomalous")
+        if not all(hasattr(self.anomaly, name) for name in needed):
             raise TypeError(
                 f"PseudoGradientPenalty: anomaly must have init and anomalous, but is {self.anomaly!r}: use "
                 "EMAZTest(), None to switch it off, or a test of your own (AnomalyTest)"

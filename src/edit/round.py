@@ -42,7 +42,8 @@ class RoundReport:
     norms: Tensor
     """``[R, L]``: G, the norm of each pseudo gradient."""
     out: Tensor
-    """``[R, L]`` bool: who was left out (a layer that did not move has weight 0 but is not out)."""
+    """``[R, L]`` bool: who had no part: left out, without steps, or of a weight so small that it is 0. (A layer
+    that a replica did not move has weight 0, too, but is not called out.)"""
     weights: Tensor
     """``[R, L]``: w. Each column sums to 1, or is 0 where the layer rolled back."""
     effective_replicas: Tensor

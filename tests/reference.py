@@ -1,0 +1,502 @@
+"""The method once more, slow and obvious: R replicas in one process, fp64, plain loops.
+
+Written from ``ALGORITHM.md`` alone, to be read beside it: the names are the page's symbols, and the
+functions come in the order of its steps. Nothing here knows of ranks, shards, hooks or overlap. Where the
+page leaves a choice open, the comment begins with "Choice:".
+
+Not here: ``delay``, CO2's outer optimizer, the clock itself (`Reference.run_rounds` is told how many steps
+each replica made between two rounds).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Loss = Callable[[nn.Module], Tensor]
+State = dict[str, Tensor]
+
+ANOMALY = {"alpha": 0.02, "threshold": 3.0, "warmup_rounds": 10, "patience": 5}
+
+
+# --- step 1: norm ------------------------------------------------------------------------------------
+
+
+def norm(tensors: Sequence[Tensor]) -> float:
+    """‖·‖₂ over the whole layer: squares summed over all of it, then the root."""
+    squares = 0.0
+    for tensor in tensors:
+        squares += float((tensor * tensor).sum())
+    return math.sqrt(squares)  # of NaN: NaN, of Inf: Inf
+
+
+def mean_steps(s: Sequence[int]) -> float:
+    """s̄: over the replicas with s_i > 0."""
+    moving = [s_i for s_i in s if s_i > 0]
+    return sum(moving) / len(moving) if moving else 0.0
+
+
+def scaled_norm(G_i: float, s_i: int, s_bar: float, e: float) -> float:
+    """g_i = G_i / (s_i/s̄)^e."""
+    if s_i == 0:
+        return 0.0  # nobody reads it: the replica is out
+    return G_i / (s_i / s_bar) ** e
+
+
+# --- steps 2 and 3: out, statistics ------------------------------------------------------------------
+
+
+@dataclass
+class Statistics:
+    """Of one replica and layer."""
+
+    m: float = 0.0
+    v: float = 0.0
+    n: int = 0
+    k: int = 0
+
+
+@dataclass(frozen=True)
+class Detector:
+    """Part 2 of the penalty, and the statistics that it looks at."""
+
+    alpha: float = 0.02
+    threshold: float = 3.0
+    warmup_rounds: int = 10
+    patience: int = 5
+
+    def anomalous(self, stat: Statistics, g: float) -> bool:
+        """The test, with the values before this sync."""
+        if stat.n < self.warmup_rounds or stat.n == 0:
+            return False
+        c = 1 - (1 - self.alpha) ** stat.n
+        mu = stat.m / c
+        sigma = max(math.sqrt(stat.v / c), 1e-6 * mu)
+        return g > mu + self.threshold * sigma
+
+    def feed(self, stat: Statistics, g: float, anomalous: bool) -> None:
+        """What a replica that moved by a finite norm tells its statistics."""
+        if anomalous:
+            stat.k += 1
+            if stat.k < self.patience:
+                return
+            stat.m, stat.v, stat.n, stat.k = 0.0, 0.0, 0, 0  # it starts again from this g
+        stat.k = 0
+        stat.n += 1
+        stat.m = (1 - self.alpha) * stat.m + self.alpha * g
+        mu = stat.m / (1 - (1 - self.alpha) ** stat.n)
+        stat.v = (1 - self.alpha) * stat.v + self.alpha * (g - mu) ** 2
+
+
+# --- step 4: weights ---------------------------------------------------------------------------------
+
+
+def equal_weights(out: Sequence[bool]) -> list[float]:
+    """Part 4 switched off: equal over those not out; G_i = 0 counts."""
+    left = sum(not o for o in out)
+    return [0.0 if o else 1.0 / left for o in out]
+
+
+def penalty_weights(g: Sequence[float], G: Sequence[float], out: Sequence[bool], T: float) -> list[float]:
+    """The softmax of −g/T over the replicas that are not out and moved.
+
+    Choice: a replica with G_j = 0 is missing in the denominator too ("it would take almost all of it and
+    stop the others"), so that the weights that are left sum to 1.
+    """
+    heard = [j for j in range(len(g)) if not out[j] and G[j] != 0]
+    if not heard:
+        return [0.0] * len(g)
+    least = min(g[j] for j in heard)  # the softmax is the same after a shift: large norms don't underflow
+    total = sum(math.exp(-(g[j] - least) / T) for j in heard)
+    return [math.exp(-(g[i] - least) / T) / total if i in heard else 0.0 for i in range(len(g))]
+
+
+# --- steps 6 and 7: combine, clip --------------------------------------------------------------------
+
+
+def combine(w: Sequence[float], delta: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Δ̄ = Σ w_i Δ_i; a replica without weight contributes exactly 0, whatever its Δ holds."""
+    total = [torch.zeros_like(d) for d in delta[0]]
+    for w_i, delta_i in zip(w, delta, strict=True):
+        if w_i == 0:
+            continue
+        for t, d in zip(total, delta_i, strict=True):
+            t += w_i * d
+    return total
+
+
+def clip_factor(delta_bar: Sequence[Tensor], phi: float | None) -> float:
+    """min(1, φ/(‖Δ̄‖₂ + ε))."""
+    if phi is None:
+        return 1.0
+    return min(1.0, phi / (norm(delta_bar) + 1e-6))
+
+
+# --- the buffers -------------------------------------------------------------------------------------
+
+
+def merged_buffer(values: Sequence[Tensor], s: Sequence[int], last: Tensor) -> Tensor:
+    """One persistent buffer after a round, from its value on every replica and after the last round."""
+    if not values[0].is_floating_point():
+        return values[0].clone()
+    good = [value for value, s_i in zip(values, s, strict=True) if s_i > 0 and bool(value.isfinite().all())]
+    if not good:
+        return last.clone()
+    total = torch.zeros_like(last)
+    for value in good:
+        total += value
+    return total / len(good)
+
+
+def persistent_buffers(model: nn.Module) -> State:
+    """Choice: other buffers are no part of the model's state and stay each replica's own."""
+    kept = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def snapshot(model: nn.Module) -> State:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+# --- what one round leaves behind --------------------------------------------------------------------
+
+
+@dataclass
+class Round:
+    """One sync of all layers. ``[R][L]``: first the replica, then the layer."""
+
+    steps: list[int]  # [R]     s_i, the inner steps that went into the round
+    norms: list[list[float]]  # [R][L]  G
+    scaled: list[list[float]]  # [R][L]  g (0 where s_i = 0)
+    out: list[list[bool]]  # [R][L]
+    weights: list[list[float]]  # [R][L]  all 0 where nobody is left or nobody moved
+    clip: list[float | None] = field(default_factory=list)  # [L]  None: no outer step was made
+    rolled_back: list[bool] = field(default_factory=list)  # [L]  every replica was out
+    stepped: list[bool] = field(default_factory=list)  # [L]  an outer step was made
+    healed: list[list[bool]] = field(default_factory=list)  # [R][L]  inner state dropped
+    statistics: list[list[Statistics]] = field(default_factory=list)  # [R][L]  after the round
+
+    @property
+    def empty(self) -> bool:
+        """Nobody had made a step: nothing moved."""
+        return not any(self.steps)
+
+
+# --- the machine -------------------------------------------------------------------------------------
+
+
+class Reference:
+    """R replicas of ``model`` in one process, in fp64. See the module's docstring.
+
+    Args:
+        model: Copied for every replica, and converted to float64.
+        replicas: R.
+        inner: Makes the inner optimizer of one replica from the list of its parameters.
+        layers: The cut into layers: names as in ``model.named_parameters()``, every one exactly once.
+        outer: Makes the outer optimizer of one layer from the list of its anchor tensors; None is
+            SGD with lr 1 (``a ← a − Δ̂``).
+        anomaly: Settings of the detector, missing ones by default; None switches part 2 off.
+        temperature: T; None switches part 4 off (equal weights).
+        max_norm: φ; None switches part 7 off.
+        step_exponent: e.
+        interval: τ in steps; None: nobody is ever due by steps (A-EDiT).
+        warmup_steps: t_warm.
+
+    Attributes (all are for inspection, and lists over replicas or layers):
+        models, optimizers: of every replica.
+        anchor, outer_optimizers: of every layer.
+        statistics: ``[i][l]``, as of now.
+        s: Inner steps of every replica since its last round (or since the end of the warm-up).
+        made: All inner steps of every replica, warm-up included.
+        rounds: A `Round` for every round, empty ones too.
+        history: ``history[i]``: the state of replica i after each of its inner steps (warm-up included),
+            before the round that the step may have caused.
+        after_round: ``after_round[k]``: the states of all R replicas after round k.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        replicas: int,
+        *,
+        inner: Callable[[list[nn.Parameter]], Optimizer],
+        layers: Sequence[Sequence[str]],
+        outer: Callable[[list[Tensor]], Optimizer] | None,
+        anomaly: Mapping[str, float] | None = ANOMALY,
+        temperature: float | None = 1.0,
+        max_norm: float | None = 10.0,
+        step_exponent: float = 0.5,
+        interval: int | None = 128,
+        warmup_steps: int = 0,
+    ) -> None:
+        names = [name for name, _ in model.named_parameters()]
+        if sorted(names) != sorted(name for layer in layers for name in layer):
+            raise ValueError("layers must name every parameter exactly once")
+        self.R, self.L = replicas, len(layers)
+        self.layers = [list(layer) for layer in layers]
+        self.detector = None if anomaly is None else Detector(**anomaly)
+        self.T, self.phi, self.e = temperature, max_norm, step_exponent
+        self.interval, self.warmup_steps = interval, warmup_steps
+
+        self.models = [copy.deepcopy(model).double() for _ in range(self.R)]
+        self.optimizers = [inner(list(m.parameters())) for m in self.models]
+        self.anchor = [[p.detach().clone() for p in self.parameters(0, l)] for l in range(self.L)]
+        if outer is None:
+            outer = lambda tensors: torch.optim.SGD(tensors, lr=1.0)  # noqa: E731
+        self.outer_optimizers = [outer(a) for a in self.anchor]
+        self.last_buffers = self.buffers_of_replica_0()
+        self.statistics = [[Statistics() for _ in range(self.L)] for _ in range(self.R)]
+
+        self.s = [0] * self.R
+        self.made = [0] * self.R
+        self.rounds: list[Round] = []
+        self.history: list[list[State]] = [[] for _ in range(self.R)]
+        self.after_round: list[list[State]] = []
+
+    def parameters(self, i: int, l: int) -> list[nn.Parameter]:
+        """Those of layer l on replica i."""
+        named = dict(self.models[i].named_parameters())
+        return [named[name] for name in self.layers[l]]
+
+    def buffers_of_replica_0(self) -> State:
+        return {name: b.clone() for name, b in persistent_buffers(self.models[0]).items()}
+
+    @property
+    def warm_up_left(self) -> int:
+        """Steps of the warm-up that are still to make."""
+        return max(0, self.warmup_steps - self.made[0])
+
+    def due(self, i: int) -> bool:
+        """Replica i has made ``interval`` inner steps since its last round, and waits."""
+        return self.interval is not None and self.s[i] >= self.interval
+
+    # --- inner steps ---
+
+    def step(
+        self,
+        losses: Sequence[Loss | None],
+        edit_gradients: Callable[[int, nn.Module], None] | None = None,
+    ) -> None:
+        """One inner step of every replica whose loss is not None.
+
+        ``edit_gradients(i, model)`` comes where a training loop would clip: after the backward (in warm-up:
+        after the mean over the replicas), before the inner optimizer. ``made[i]`` is then still the number
+        of the steps before this one.
+        """
+        warm_up = self.warm_up_left > 0
+        stepping = [i for i in range(self.R) if losses[i] is not None]
+        if warm_up and len(stepping) < self.R:
+            raise RuntimeError("in warm-up every replica steps")
+        for i in stepping:
+            if self.due(i):
+                raise RuntimeError(f"replica {i} is due: it waits for the round")
+
+        for i in stepping:
+            self.models[i].zero_grad(set_to_none=True)
+            losses[i](self.models[i]).backward()
+        if warm_up:
+            self.average_gradients()
+        for i in stepping:
+            if edit_gradients is not None:
+                edit_gradients(i, self.models[i])
+            self.optimizers[i].step()
+            self.made[i] += 1
+            if not warm_up:
+                self.s[i] += 1
+            self.history[i].append(snapshot(self.models[i]))
+        if warm_up and self.warm_up_left == 0:
+            self.end_warm_up()
+
+    def average_gradients(self) -> None:
+        """The mean over all R replicas.
+
+        Choice: a replica on which a parameter took no part counts as 0; one that took no part on any
+        replica has no gradient.
+        """
+        for same in zip(*(m.parameters() for m in self.models), strict=True):
+            gradients = [p.grad for p in same if p.grad is not None]
+            if not gradients:
+                continue
+            total = torch.zeros_like(gradients[0])
+            for gradient in gradients:
+                total += gradient
+            for p in same:
+                p.grad = total / self.R
+
+    @torch.no_grad()
+    def end_warm_up(self) -> None:
+        """The anchor of the first round is the model at t = t_warm.
+
+        Choice: so are the buffers "of the last round" until there is one: those of replica 0, which in
+        warm-up may differ from the others'.
+        """
+        for l in range(self.L):
+            for a, p in zip(self.anchor[l], self.parameters(0, l), strict=True):
+                a.copy_(p)
+        self.last_buffers = self.buffers_of_replica_0()
+
+    # --- a round ---
+
+    @torch.no_grad()
+    def round(self) -> Round:
+        """One sync of all layers, and of the buffers."""
+        if self.warm_up_left > 0:
+            raise RuntimeError("there are no rounds in warm-up")
+        R, L = self.R, self.L
+        s, s_bar = list(self.s), mean_steps(self.s)
+
+        delta = [[self.pseudo_gradient(i, l) for l in range(L)] for i in range(R)]
+        G = [[norm(delta[i][l]) for l in range(L)] for i in range(R)]  # 1
+        g = [[scaled_norm(G[i][l], s[i], s_bar, self.e) for l in range(L)] for i in range(R)]
+        done = Round(
+            steps=s,
+            norms=G,
+            scaled=g,
+            out=[[False] * L for _ in range(R)],
+            weights=[[0.0] * L for _ in range(R)],
+            healed=[[False] * L for _ in range(R)],
+        )
+
+        for l in range(L):
+            G_l, g_l = [G[i][l] for i in range(R)], [g[i][l] for i in range(R)]
+            out = [self.verdict(i, l, s[i], G_l[i], g_l[i]) for i in range(R)]  # 2, 3
+            w = [0.0] * R if all(out) else self.weights(g_l, G_l, out)  # 4
+            # 5. Choice: "no replica moved" is said of this layer, and of the replicas that are not out.
+            moved = any(G_l[i] != 0 for i in range(R) if not out[i])
+            factor = None
+            if moved:
+                factor = self.outer_step(l, w, [delta[i][l] for i in range(R)])  # 6, 7, 8
+            for i in range(R):
+                self.restart(i, l)  # 9
+                # Choice: in a layer that is rolled back too.
+                if not math.isfinite(G_l[i]):
+                    self.drop_inner_state(i, l)
+                    done.healed[i][l] = True
+                done.out[i][l] = out[i]
+                done.weights[i][l] = w[i]
+            done.rolled_back.append(all(out))
+            done.stepped.append(moved)
+            done.clip.append(factor)
+
+        self.merge_buffers(s)
+        self.s = [0] * R
+        done.statistics = copy.deepcopy(self.statistics)
+        self.rounds.append(done)
+        self.after_round.append([snapshot(m) for m in self.models])
+        return done
+
+    def pseudo_gradient(self, i: int, l: int) -> list[Tensor]:
+        """Δ_i = a − θ_i."""
+        return [a - p for a, p in zip(self.anchor[l], self.parameters(i, l), strict=True)]
+
+    def verdict(self, i: int, l: int, s_i: int, G_i: float, g_i: float) -> bool:
+        """Whether replica i is out; feeds its statistics."""
+        if s_i == 0 or not math.isfinite(G_i):
+            return True
+        if self.detector is None or G_i == 0:
+            return False
+        stat = self.statistics[i][l]
+        anomalous = self.detector.anomalous(stat, g_i)
+        self.detector.feed(stat, g_i, anomalous)
+        return anomalous
+
+    def weights(self, g: Sequence[float], G: Sequence[float], out: Sequence[bool]) -> list[float]:
+        if self.T is None:
+            return equal_weights(out)
+        return penalty_weights(g, G, out, self.T)
+
+    def outer_step(self, l: int, w: Sequence[float], delta: Sequence[Sequence[Tensor]]) -> float:
+        """a ← OuterOpt(a, Δ̂); returns the factor of the clip."""
+        delta_bar = combine(w, delta)
+        factor = clip_factor(delta_bar, self.phi)
+        for a, d in zip(self.anchor[l], delta_bar, strict=True):
+            a.grad = factor * d
+        self.outer_optimizers[l].step()
+        for a in self.anchor[l]:
+            a.grad = None
+        return factor
+
+    def restart(self, i: int, l: int) -> None:
+        """θ_i ← a; the state of the inner optimizer stays as it is."""
+        for p, a in zip(self.parameters(i, l), self.anchor[l], strict=True):
+            p.copy_(a)
+
+    def drop_inner_state(self, i: int, l: int) -> None:
+        """As if the parameters of layer l on replica i were new."""
+        for p in self.parameters(i, l):
+            self.optimizers[i].state.pop(p, None)
+
+    def merge_buffers(self, s: Sequence[int]) -> None:
+        live = [persistent_buffers(m) for m in self.models]
+        for name, last in self.last_buffers.items():
+            value = merged_buffer([live[i][name] for i in range(self.R)], s, last)
+            for i in range(self.R):
+                live[i][name].copy_(value)
+            self.last_buffers[name] = value
+
+    # --- whole runs ---
+
+    def warm_up(
+        self,
+        losses_of: Callable[[int, int], Loss],
+        edit_gradients: Callable[[int, nn.Module], None] | None = None,
+    ) -> None:
+        """What is left of the warm-up."""
+        while self.warm_up_left > 0:
+            self.step([losses_of(i, self.made[i]) for i in range(self.R)], edit_gradients)
+
+    def run(
+        self,
+        counts: Sequence[int],
+        losses_of: Callable[[int, int], Loss],
+        edit_gradients: Callable[[int, nn.Module], None] | None = None,
+    ) -> None:
+        """Replica i makes ``counts[i]`` more inner steps (warm-up included) by steps, and calls ``sync()``.
+
+        ``losses_of(i, t)`` is the loss of replica i in its inner step t = 0, 1, … (over all calls:
+        ``made[i]``). A replica trains until it is due or has made its count and has called; a round is made
+        when nobody trains any more; it is the last one if every replica had called before it.
+
+        Choice: a replica that is due by its last step launches that round first and calls ``sync()`` then,
+        so its flag goes with the round after it. Nothing but the number of (empty) rounds depends on that.
+        """
+        left = self.warm_up_left
+        if min(counts) < left and min(counts) != max(counts):
+            raise ValueError("data that ends unevenly during warm-up is not supported")
+        end = [self.made[i] + counts[i] for i in range(self.R)]
+        while True:
+            waiting = [self.due(i) or self.made[i] == end[i] for i in range(self.R)]
+            if not all(waiting):
+                losses = [None if waiting[i] else losses_of(i, self.made[i]) for i in range(self.R)]
+                self.step(losses, edit_gradients)
+                continue
+            if self.warm_up_left > 0:
+                return  # in warm-up sync() returns at once
+            called = [not self.due(i) for i in range(self.R)]
+            self.round()
+            if all(called):
+                return
+
+    def run_rounds(
+        self,
+        rounds: Sequence[Sequence[int]],
+        losses_of: Callable[[int, int], Loss],
+        edit_gradients: Callable[[int, nn.Module], None] | None = None,
+    ) -> None:
+        """Round k comes after ``rounds[k][i]`` inner steps of replica i, as a clock has decided it.
+
+        What is left of the warm-up comes first and is in no row. An end by ``sync()`` is rows like the
+        others: with the steps before the call, then with 0.
+        """
+        self.warm_up(losses_of, edit_gradients)
+        for row in rounds:
+            for n in range(max(row)):
+                losses = [losses_of(i, self.made[i]) if n < row[i] else None for i in range(self.R)]
+                self.step(losses, edit_gradients)
+            self.round()
