@@ -110,10 +110,11 @@ class EverySeconds:
         return progress.seconds >= self.interval
 
     def ask_again(self, progress: Progress) -> int:
-        """0 if due; else the steps that take half of the time left at this round's pace, at least 1.
+        """0 if due; else the steps that take half of the time left at this round's pace, but at least 1 and no
+        more than were made since the round.
 
-        Half, so that a replica that slows down is still asked in time; the questions of a round stay
-        logarithmically few.
+        Half, so that a replica that slows down is still asked in time; no more than were made, so that a
+        first step of an unlike duration misleads nobody. The questions of a round stay logarithmically few.
         """
         if self.due(progress):
             return 0
@@ -121,10 +122,7 @@ class EverySeconds:
         if step_time <= 0:  # the clock is coarser than a step
             return 1
         steps = 0.5 * (self.interval - progress.seconds) / step_time
-        return max(1, int(min(steps, _FAR)))
-
-
-_FAR = 2.0**31  # the answer travels as an int64, and an overflow to inf would not be an int at all
+        return max(1, int(min(steps, progress.steps)))
 
 
 def _check_warmup(schedule: object) -> None:
