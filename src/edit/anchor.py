@@ -25,8 +25,18 @@ class Anchor:
         self.offload = offload
         self.flats = [nn.Parameter(self._home(layer), requires_grad=True) for layer in layers]
         self.outer = outer(self.flats)
+        self.taken = False  # whether flats hold an anchor
+
+    def take(self, layers: list[Layer]) -> None:
+        """The parameters as they are become the anchor."""
         for layer, flat in zip(layers, self.flats, strict=True):
             layer.read(flat.data)
+        self.taken = True
+
+    def forget(self) -> None:
+        """As if nothing had been taken, and no outer step made."""
+        self.outer.state.clear()
+        self.taken = False
 
     def _home(self, layer: Layer) -> Tensor:
         if self.offload is None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 PREFIX = "edit_"
 ANCHOR, RUN, BEGAN = PREFIX + "anchor", PREFIX + "run", PREFIX + "outer_began"
-OUTER, MEMORY, BUFFER = PREFIX + "outer.", PREFIX + "penalty.", PREFIX + "buffer."
+OUTER, OPTION, MEMORY, BUFFER = (PREFIX + name for name in ("outer.", "outer_group.", "penalty.", "buffer."))
 _VERSION = 1
 Entries = dict[nn.Parameter, dict[str, Any]]
 
@@ -47,16 +47,18 @@ def probe(outer: Outer) -> dict[str, Any]:
 
 @torch.no_grad()
 def export(opt: LocalSGDOptimizer) -> Entries:
-    """Anchor and outer state by parameter, placed like the parameter. Views where they live on its device."""
+    """Anchor and outer state by parameter, placed like the parameter: copies.
+
+    Not views into the flat vectors: torch 2.13's ``Tensor.__reduce_ex__`` takes a DTensor whose local part has a
+    storage offset for an ordinary tensor, and cannot save it.
+    """
     entries: Entries = {}
-    if opt._anchor is not None:
-        opt._anchor.synchronise()
+    if not opt._anchor.taken:
+        opt._anchor.take(opt._layers)  # of no meaning, but of the right shape; taken again when it has one
+        opt._anchor.taken = False
+    opt._anchor.synchronise()
     for index, layer in enumerate(opt._layers):
-        if opt._anchor is None:
-            flat: Tensor = layer.read(torch.empty(layer.numel, dtype=layer.dtype, device=layer.device))
-            kept: dict[str, Any] = {}
-        else:
-            flat, kept = opt._anchor.flats[index].data, opt._anchor.state_of(index)
+        flat, kept = opt._anchor.flats[index].data, opt._anchor.state_of(index)
         columns = {ANCHOR: flat}
         for key, example in opt._outer_keys.items():
             value = kept.get(key, example)
@@ -64,35 +66,45 @@ def export(opt: LocalSGDOptimizer) -> Entries:
                 value = value if key in kept else torch.zeros_like(flat)
             columns[OUTER + key] = value
         for number, param in enumerate(layer.params):
-            entry = entries[param] = {}
+            entry = entries[param] = {BEGAN: torch.tensor(bool(kept))}
             for key, value in columns.items():
                 is_flat = isinstance(value, Tensor) and value.dim() == 1
-                entry[key] = sharded_like(param, layer.parts(value)[number]) if is_flat else _plain(value)
+                part = layer.parts(value)[number].clone() if is_flat else _plain(value)
+                entry[key] = sharded_like(param, part) if is_flat else part
     return entries
 
 
 @torch.no_grad()
 def restore(opt: LocalSGDOptimizer, entries: Entries) -> None:
-    """Copy what :func:`export` gave into anchor and outer state. A layer whose parameters all have outer
-    state gets it; one with a new parameter keeps what it has."""
-    assert opt._anchor is not None
+    """Copy what :func:`export` gave into anchor and outer state. New parameters start with an outer state of 0
+    in a layer where others have one."""
+    opt._anchor.take(opt._layers)
     for index, layer in enumerate(opt._layers):
         flat = opt._anchor.flats[index]
         for param, part in zip(layer.params, layer.parts(flat.data), strict=True):
             if param in entries:
                 part.copy_(local(entries[param][ANCHOR]))
-        began = [entries.get(param, {}).get(BEGAN, True) for param in layer.params]
-        if not all(began) or not all(param in entries for param in layer.params):
-            opt._anchor.outer.state.pop(flat, None)
+        began = [entries[param] for param in layer.params if param in entries and entries[param][BEGAN]]
+        if not began:
+            continue
+        if missing := [key for key in opt._outer_keys if OUTER + key not in began[0]]:
+            log.warning("the outer optimizer of the saved state kept no %s: its state starts afresh", missing)
             continue
         kept = opt._anchor.outer.state[flat]
         for key, example in opt._outer_keys.items():
             if isinstance(example, Tensor) and example.dim() == 1:
-                kept[key] = torch.empty_like(flat.data)
+                kept[key] = torch.zeros_like(flat.data)
                 for param, part in zip(layer.params, layer.parts(kept[key]), strict=True):
-                    part.copy_(local(entries[param][OUTER + key]))
+                    if param in entries:
+                        part.copy_(local(entries[param][OUTER + key]))
             else:
-                kept[key] = _plain(entries[layer.params[0]][OUTER + key])
+                kept[key] = _plain(began[0][OUTER + key])
+
+
+def _options(anchor: Anchor) -> list[tuple[str, float]]:
+    """The numbers among the outer optimizer's settings: what a schedule may have changed."""
+    group = anchor.outer.param_groups[0]
+    return [(key, value) for key, value in group.items() if type(value) in (int, float)]
 
 
 def _plain(value: Any) -> Any:
@@ -106,12 +118,14 @@ def pack(opt: LocalSGDOptimizer, inner: dict[str, Any]) -> dict[str, Any]:
     for param, entry in export(opt).items():
         states[ids[param]] = {**states.get(ids[param], {}), **entry}
     if opt._layers:
-        began = [opt._anchor is not None and bool(opt._anchor.state_of(i)) for i in range(len(opt._layers))]
         run: list[float] = [_VERSION, opt.local_steps, opt._steps, opt.rounds, opt.total_steps]
-        run += [opt._due, opt._anchor is not None, opt._time() - opt._last_round]
+        run += [opt._due, opt._anchor.taken, opt._time() - opt._last_round, *opt._replica_clock.save()]
         states[ids[opt._layers[0].params[0]]] |= {
             RUN: torch.tensor(run, dtype=torch.float64),
-            BEGAN: torch.tensor(began),
+            **{
+                OPTION + key: torch.tensor(float(value), dtype=torch.float64)
+                for key, value in _options(opt._anchor)
+            },
             **{MEMORY + key: value.clone() for key, value in opt._memory.items()},
             **{
                 BUFFER + name: value.clone()
@@ -141,16 +155,20 @@ def unpack(opt: LocalSGDOptimizer, state_dict: dict[str, Any]) -> None:
     opt._round, opt._due, opt._steps = None, False, 0
     opt._fresh.clear()
     opt._replica_clock.restart()
-    opt._anchor = None
+    opt._anchor.forget()
     if RUN not in first:
         log.info("the state dict has no anchor: the model becomes the anchor when the next step begins")
         opt._gate.open = False
         return
-    _, local_steps, steps, rounds, total_steps, due, has_anchor, seconds = first[RUN].tolist()
+    _, local_steps, steps, rounds, total_steps, due, has_anchor, seconds, *clock = first[RUN].tolist()
     opt.local_steps, opt._steps, opt.rounds = int(local_steps), int(steps), int(rounds)
     opt.total_steps, opt._due = int(total_steps), bool(due)
     opt._gate.open = opt._due
     opt._last_round = opt._time() - seconds
+    opt._replica_clock.load(clock)
+    for key, number in _options(opt._anchor):
+        if OPTION + key in first:
+            opt._anchor.outer.param_groups[0][key] = type(number)(first[OPTION + key].item())
     opt._set_phase()
     for key, value in opt._memory.items():
         saved = first.get(MEMORY + key)
@@ -162,22 +180,24 @@ def unpack(opt: LocalSGDOptimizer, state_dict: dict[str, Any]) -> None:
         if BUFFER + name in first:
             agreed.copy_(first[BUFFER + name])
     if has_anchor:
-        for layer, began in zip(opt._layers, first[BEGAN].tolist(), strict=True):
-            for param in layer.params:
-                entries[param] = {**entries[param], BEGAN: began}
-        opt._anchor = Anchor(opt._layers, opt._make_outer, opt._offload)
         restore(opt, entries)
 
 
 def _check(opt: LocalSGDOptimizer, entries: Entries) -> None:
     for layer in opt._layers:
         for name, param in zip(layer.names, layer.params, strict=True):
-            saved = entries.get(param, {}).get(ANCHOR)
-            if saved is None or saved.shape != param.shape:
-                raise ValueError(
-                    f"state_dict must have an anchor of shape {tuple(param.shape)} for {name}, but has "
-                    f"{'none' if saved is None else tuple(saved.shape)}: it is of another model; nothing was loaded"
-                )
+            entry = entries.get(param, {})
+            flats = {key: value for key, value in entry.items() if key.startswith(OUTER) and _dim(value)}
+            for key, value in {ANCHOR: entry.get(ANCHOR), **flats}.items():
+                if value is None or value.shape != param.shape:
+                    raise ValueError(
+                        f"state_dict must have {key} of shape {tuple(param.shape)} for {name}, but has "
+                        f"{'none' if value is None else tuple(value.shape)}: it is of another model; nothing was loaded"
+                    )
+
+
+def _dim(value: Any) -> int:
+    return value.dim() if isinstance(value, Tensor) else 0
 
 
 def _ids(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> dict[nn.Parameter, Any]:

@@ -41,6 +41,20 @@ class ReplicaClock:
             self._answer = progress.steps, value, self._replicas.start_from_first_member(value)
         return False
 
+    def save(self) -> list[float]:
+        """Next question, and step and value of an answer not yet read (-1: none). Waits until it has come."""
+        if self._answer is None:
+            return [self._next, -1, -1]
+        asked, value, work = self._answer
+        if work is not None:
+            work.wait()
+        return [self._next, asked, value.item()]
+
+    def load(self, saved: list[float]) -> None:
+        """Set what :meth:`save` gave."""
+        self._next, asked, value = map(int, saved)
+        self._answer = None if asked < 0 else (asked, torch.tensor([value]), None)
+
     def restart(self) -> None:
         """A round begins: steps count from 0 again, and an answer under way is not wanted any more."""
         if self._answer is not None and self._answer[2] is not None:

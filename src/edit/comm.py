@@ -149,7 +149,7 @@ class Replicas:
     def __init__(self, mesh: DeviceMesh | None, timeout: timedelta) -> None:
         self.timeout = timeout
         self.bytes_sent = 0  # by this rank to other replicas, all-reduce counted as a ring
-        self._groups: list[dist.ProcessGroup] = []
+        self._groups: dict[tuple[Any, ...], dist.ProcessGroup | None] = {}
         if not (dist.is_available() and dist.is_initialized()):
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 raise RuntimeError(
@@ -172,35 +172,55 @@ class Replicas:
         self.count, self.members = grid.shape
         self.index, self.member = where[0].tolist()
         self.ranks = [rank for row in self.grid for rank in row]
-        self.control = self._group([self.ranks], "cpu")
+        self.rank = me
+        self.everyone = len(self.ranks) == 1 or len(self.ranks) == dist.get_world_size()
+        self.control = self._group("control", [self.ranks], "cpu")
         self.leader = self.ranks[0]  # decides for all: one verdict, not one per CPU model
-        self._replica_host = self._group(self.grid, "cpu") if self.members > 1 else None
+        self._replica_host = self._group("clock", self.grid, "cpu") if self.members > 1 else None
 
-    def connect(self, device: torch.device, holders: dict[str, tuple[int, ...]]) -> None:
-        """Make the groups for the parameters' ``device``; ``holders``: ranks of this replica per layer."""
-        self.sync = self._group([list(column) for column in zip(*self.grid, strict=True)], device.type)
-        parts = sorted(set(holders.values()))
-        groups = {part: self._group([list(part)], device.type) if len(part) > 1 else None for part in parts}
-        self._inside = {name: groups[part] for name, part in holders.items()}
+    def connect(self, device: torch.device, holders: dict[str, list[tuple[int, ...]]]) -> None:
+        """Make the groups for the parameters' ``device``.
 
-    def _group(self, parts: Sequence[Sequence[int]], device_type: str) -> dist.ProcessGroup | None:
-        """The group of the part that holds this rank. Only its members take part in the making."""
-        mine = next((part for part in parts if self.ranks[self._flat_index()] in part), None)
-        if mine is None or len(mine) < 2:
-            return None
-        group: dist.ProcessGroup = dist.new_group(
-            sorted(mine), timeout=self.timeout, backend=_backend(device_type), use_local_synchronization=True
-        )
-        self._groups.append(group)
-        return group
+        ``holders``: for each layer, the ranks that hold it, replica by replica.
+        """
+        columns = [list(column) for column in zip(*self.grid, strict=True)]
+        self.sync = self._group("sync", columns, device.type)
+        parts = sorted({part for of_replicas in holders.values() for part in of_replicas if part})
+        for part in parts:
+            self._group("inside", [part], device.type)
+        mine = {name: of_replicas[self.index] for name, of_replicas in holders.items()}
+        self._inside = {name: self._groups.get(("inside", device.type, *part)) for name, part in mine.items()}
 
-    def _flat_index(self) -> int:
-        return int(self.index * self.members + self.member)
+    def _group(
+        self, purpose: str, parts: Sequence[Sequence[int]], device_type: str
+    ) -> dist.ProcessGroup | None:
+        """Make, once, the groups of all parts; return this rank's. All ranks call this alike.
+
+        Not ``use_local_synchronization``, under which torch gives a group the name, and so the keys in the
+        store, of a destroyed one of the same ranks; unless the mesh leaves out ranks, which do not call.
+        """
+        mine = None
+        for part in map(sorted, parts):
+            key = (purpose, device_type, *part)
+            if len(part) > 1 and key not in self._groups:
+                group = None
+                if self.everyone or self.rank in part:
+                    group = dist.new_group(
+                        part,
+                        timeout=self.timeout,
+                        backend=_backend(device_type),
+                        use_local_synchronization=not self.everyone,
+                    )
+                self._groups[key] = group if self.rank in part else None
+            if self.rank in part:
+                mine = self._groups.get(key)
+        return mine
 
     def close(self) -> None:
         """Destroy the groups."""
-        for group in self._groups:
-            dist.destroy_process_group(group)
+        for group in self._groups.values():
+            if group is not None:
+                dist.destroy_process_group(group)
         self._groups.clear()
 
     # Collectives. With one replica, or one rank, there is nobody to talk to and they do nothing.
@@ -272,7 +292,7 @@ class Replicas:
             raise
         except RuntimeError as error:  # gloo's time-outs and lost connections, NCCL's DistBackendError
             raise SyncError(
-                f"{what} failed on rank {self.ranks[self._flat_index()]} (replica {self.index} of "
+                f"{what} failed on rank {self.rank} (replica {self.index} of "
                 f"{self.count}): {error}. A rank died, stopped, or waits elsewhere for longer than timeout="
                 f"{self.timeout}; see docs/faq.md. Restart from the last checkpoint"
             ) from error

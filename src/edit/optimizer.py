@@ -117,7 +117,6 @@ class LocalSGDOptimizer(WrappedOptimizer):
         self._due = False  # from launch (or loading) to completion of a round
         self._round: Round | None = None
         self._fresh: set[int] = set()  # layers written in this forward whose unit was not gathered since
-        self._anchor: Anchor | None = None  # taken when the first local step begins
         self._in_forward = self._in_consensus = False
         self._failure: BaseException | None = None
         self._round_hooks: OrderedDict[int, Callable[[RoundReport], None]] = OrderedDict()
@@ -192,7 +191,6 @@ class LocalSGDOptimizer(WrappedOptimizer):
         """Start a round. From here on it is due until it is done."""
         self._due = self._gate.open = True
         self._replica_clock.restart()
-        assert self._anchor is not None
         with self._failing():
             self._round = Round(
                 self.replicas,
@@ -270,8 +268,8 @@ class LocalSGDOptimizer(WrappedOptimizer):
 
     def _begin(self) -> None:
         """The first local step begins: the model is the anchor."""
-        if self._anchor is None and self.local_steps >= self.schedule.warmup_steps:
-            self._anchor = Anchor(self._layers, self._make_outer, self._offload)
+        if not self._anchor.taken and self.local_steps >= self.schedule.warmup_steps:
+            self._anchor.take(self._layers)
 
     @torch.no_grad()
     def _end_warmup(self) -> None:
@@ -292,7 +290,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         exactly as before. In the warm-up the model is the consensus already. Right after a due step it is
         still the previous round's anchor: call :meth:`sync` first where that matters.
         """
-        if self._anchor is None:
+        if not self._anchor.taken:
             yield self.model
             return
         with torch.no_grad():
@@ -329,15 +327,13 @@ class LocalSGDOptimizer(WrappedOptimizer):
         kept = checkpoint.export(self)
         memory = {name: {k: v[..., c].clone() for k, v in self._memory.items()} for c, name in
                   enumerate(self._columns)}  # fmt: skip
-        had_anchor = self._anchor is not None
-        groups = self.outer_param_groups
+        before = self._anchor
         with agree(self.replicas, "refresh()"):
             build_inner(self.inner, self.model, {})
         self._setup()
-        if had_anchor:
-            self._anchor = Anchor(self._layers, self._make_outer, self._offload)
-            for group, old in zip(self.outer_param_groups, groups, strict=True):
-                group.update({key: value for key, value in old.items() if key != "params"})
+        for group, old in zip(self.outer_param_groups, before.outer.param_groups, strict=True):
+            group.update({key: value for key, value in old.items() if key != "params"})
+        if before.taken:
             checkpoint.restore(self, kept)
         for column, name in enumerate(self._columns):
             for key, value in memory.get(name, {}).items():
@@ -361,8 +357,8 @@ class LocalSGDOptimizer(WrappedOptimizer):
 
     @property
     def outer_param_groups(self) -> list[dict[str, Any]]:
-        """Live groups of the outer optimizer, to schedule its lr. Empty before the first local step."""
-        return [] if self._anchor is None else self._anchor.outer.param_groups
+        """Live groups of the outer optimizer, to schedule its lr."""
+        return self._anchor.outer.param_groups
 
     @property
     def bytes_sent(self) -> int:
@@ -384,15 +380,18 @@ class LocalSGDOptimizer(WrappedOptimizer):
         }
         said = compare(replicas, mine)
         self._columns = list(dict.fromkeys(name for rank in replicas.ranks for name in said[rank]["layers"]))
-        own = replicas.grid[replicas.index]
-        holders = {n: tuple(rank for rank in own if n in said[rank]["layers"]) for n in self._columns}
+        everywhere = {
+            name: [tuple(rank for rank in row if name in said[rank]["layers"]) for row in replicas.grid]
+            for name in self._columns
+        }
+        holders = {name: of_replicas[replicas.index] for name, of_replicas in everywhere.items()}
         with agree(replicas, "LocalSGDOptimizer(...)"):
             check_holders(self._layers, holders)
         for layer in self._layers:
             layer.column = self._columns.index(layer.name)
             layer.set_holders(len(holders[layer.name]))
         device = self._layers[0].device if self._layers else torch.device("cpu")
-        replicas.connect(device, {layer.name: holders[layer.name] for layer in self._layers})
+        replicas.connect(device, everywhere)
         shares = replicas.gather_objects(
             sum((end - start) / same for layer in self._layers for start, end, same in layer.held)
         )
@@ -400,6 +399,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
 
         self._buffers = Buffers(self.model)
         self._start_equal()
+        self._anchor = Anchor(self._layers, self._make_outer, self._offload)
         self._memory = self.penalty.init(replicas.count, len(self._columns))
         self._replica_clock = ReplicaClock(self.schedule, replicas)
 
