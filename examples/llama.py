@@ -26,7 +26,7 @@ class Config:
 
 SIZES = {
     "tiny": Config(dim=32, depth=2, heads=4, kv_heads=2, hidden=64),  # 27 thousand parameters
-    "small": Config(dim=96, depth=4, heads=6, kv_heads=2, hidden=256),  # 0.4 million
+    "small": Config(dim=96, depth=3, heads=6, kv_heads=2, hidden=256),  # 0.3 million
     "medium": Config(dim=384, depth=8, heads=6, kv_heads=2, hidden=1024),  # 13 million
     "large": Config(dim=1024, depth=16, heads=16, kv_heads=4, hidden=2816, tied=False),  # 181 million
 }
@@ -59,9 +59,7 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.dim, config.kv_heads * width, bias=False)
         self.out = nn.Linear(config.heads * width, config.dim, bias=False)
         # One per layer: as an argument of the block, FSDP's mixed precision would round it to bf16.
-        self.register_buffer(
-            "rope", rope_table(config.max_length, width, config.rope_base), persistent=False
-        )
+        self.register_buffer("rope", rope_table(config.max_length, width, config.rope_base), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, length, dim]`` to the same."""
