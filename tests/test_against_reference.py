@@ -207,7 +207,9 @@ def check(
             gone = [[o or (w == 0 and g != 0) for o, w, g in zip(*rows, strict=True)]
                     for rows in zip(r.out, r.weights, r.norms, strict=True)]  # fmt: skip
             assert report["out"].tolist() == gone
-            close(report["clip"], torch.tensor([1.0 if c is None else c for c in r.clip], dtype=torch.float64))
+            close(
+                report["clip"], torch.tensor([1.0 if c is None else c for c in r.clip], dtype=torch.float64)
+            )
         assert total == sum(ref.made)
     return ref
 
@@ -221,7 +223,9 @@ COMBINATIONS = [
 
 
 @pytest.mark.parametrize("edits", list(EDITS))
-@pytest.mark.parametrize("penalty", COMBINATIONS, ids=lambda p: f"{p.anomaly is not None}-{p.temperature}-{p.max_norm}")
+@pytest.mark.parametrize(
+    "penalty", COMBINATIONS, ids=lambda p: f"{p.anomaly is not None}-{p.temperature}-{p.max_norm}"
+)
 def test_all_penalty_combinations_and_all_injections(penalty: Any, edits: str) -> None:
     ref = check(threads, (2, 1, 1), penalty=penalty, edits=edits)
     outs = [any(itertools.chain(*r.out)) for r in ref.rounds if not r.empty]
@@ -268,7 +272,9 @@ def test_buffers(edits: str) -> None:
     check(threads, (3, 1, 1), model="batchnorm", edits=edits)
 
 
-@pytest.mark.parametrize("counts", [[12, 9, 14, 5], [11, 8, 11, 8], [11, 11, 11, 12], [2, 7, 4, 16], [5, 2, 2, 2]])
+@pytest.mark.parametrize(
+    "counts", [[12, 9, 14, 5], [11, 8, 11, 8], [11, 11, 11, 12], [2, 7, 4, 16], [5, 2, 2, 2]]
+)
 def test_uneven_counts_and_sync_plain(counts: list[int]) -> None:
     check(processes, (4, 1, 1), counts=counts)
 
