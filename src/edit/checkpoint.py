@@ -148,16 +148,22 @@ def unpack(opt: LocalSGDOptimizer, state_dict: dict[str, Any]) -> None:
         if mine := {name: value for name, value in state.items() if str(name).startswith(PREFIX)}:
             entries[param] = mine
     theirs |= {key: value for key, value in states.items() if key not in ids.values()}
-    first = entries.get(opt._layers[0].params[0], {}) if opt._layers else {}
+    first: dict[str, Any] = next((entry for entry in entries.values() if RUN in entry), {})
     if RUN in first:
         _check(opt, entries)
+        for name, agreed in zip(opt._buffers.names, opt._buffers.agreed, strict=True):
+            if (value := first.get(BUFFER + name)) is not None and value.shape != agreed.shape:
+                raise ValueError(
+                    f"state_dict must have a buffer {name} of shape {tuple(agreed.shape)}, but has "
+                    f"{tuple(value.shape)}: it is of another model; nothing was loaded"
+                )
     opt.inner.load_state_dict({**state_dict, "state": theirs})
     opt._round, opt._due, opt._steps = None, False, 0
     opt._fresh.clear()
     opt._replica_clock.restart()
     opt._anchor.forget()
     if RUN not in first:
-        log.info("the state dict has no anchor: the model becomes the anchor when the next step begins")
+        log.warning("the state dict has no anchor: the model becomes the anchor when the next step begins")
         opt._gate.open = False
         return
     _, local_steps, steps, rounds, total_steps, due, has_anchor, seconds, *clock = first[RUN].tolist()

@@ -148,6 +148,7 @@ class Replicas:
 
     def __init__(self, mesh: DeviceMesh | None, timeout: timedelta) -> None:
         self.timeout = timeout
+        wrong: Exception | None = None
         self.bytes_sent = 0  # by this rank to other replicas, all-reduce counted as a ring
         self._groups: dict[tuple[Any, ...], dist.ProcessGroup | None] = {}
         if not (dist.is_available() and dist.is_initialized()):
@@ -162,7 +163,20 @@ class Replicas:
             grid, me = torch.zeros(1, 1, dtype=torch.int64), 0
         else:
             me = dist.get_rank()
-            grid = _grid(mesh)
+            try:
+                if not isinstance(timeout, timedelta):
+                    self.timeout = timedelta(seconds=60)
+                    raise TypeError(
+                        f"timeout must be a timedelta or None, but is {timeout!r}: use timedelta(hours=1)"
+                    )
+                if mesh is not None and not isinstance(mesh, DeviceMesh):
+                    raise TypeError(
+                        f"mesh must be a DeviceMesh or None, but is {mesh!r}: use init_device_mesh"
+                    )
+                grid = _grid(mesh)
+            except Exception as error:
+                wrong = error
+                grid = _grid(None)
         where = (grid == me).nonzero()
         if len(where) != 1:
             raise ValueError(
@@ -175,6 +189,19 @@ class Replicas:
         self.rank = me
         self.everyone = len(self.ranks) == 1 or len(self.ranks) == dist.get_world_size()
         self.control = self._group("control", [self.ranks], "cpu")
+        said = self.gather_objects((wrong and f"{type(wrong).__name__}: {wrong}", self.grid))
+        if wrong is not None:
+            raise wrong
+        first = min(said)
+        for rank, (text, theirs) in said.items():
+            if text is not None:
+                raise RuntimeError(f"LocalSGDOptimizer(...) failed on rank {rank}: {text}")
+        for rank, (_, theirs) in said.items():
+            if theirs != said[first][1]:
+                raise ValueError(
+                    f"mesh must be the same on all ranks, but groups them as {said[first][1]} on rank {first} "
+                    f"and as {theirs} on rank {rank}: build the same mesh on every rank"
+                )
         self.leader = self.ranks[0]  # decides for all: one verdict, not one per CPU model
         self._replica_host = self._group("clock", self.grid, "cpu") if self.members > 1 else None
 

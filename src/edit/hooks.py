@@ -96,6 +96,9 @@ class GradientAverage:
     def _average(self) -> None:
         flying = []
         for layer, params in self.layers:
+            for name, param in zip(layer.names, layer.params, strict=True):
+                if param.grad is not None and param.grad.is_sparse:
+                    raise TypeError(f"the gradient of {name} must be dense, but is sparse: use sparse=False")
             counts = torch.tensor(
                 [param.grad is not None for param in params], dtype=layer.dtype, device=layer.device
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _NOT_GIVEN: Any = object()  # tells step() from step(closure=None)
+
+
+def _setting(policy: object) -> str:
+    """``repr`` without addresses, which differ between ranks."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(policy))
 
 
 class LocalSGDOptimizer(WrappedOptimizer):
@@ -106,9 +112,9 @@ class LocalSGDOptimizer(WrappedOptimizer):
             timeout = timedelta(hours=1, seconds=4 * float(waits))
         self.model, self._offload, self._prefetch, self._chosen = model, offload, prefetch, layers
         self._settings = {
-            "schedule": repr(self.schedule),
-            "penalty": repr(self.penalty),
-            "outer": repr(self._make_outer),
+            "schedule": _setting(self.schedule),
+            "penalty": _setting(self.penalty),
+            "outer": _setting(self._make_outer),
             "offload": offload,
             "prefetch": prefetch,
         }
@@ -124,7 +130,9 @@ class LocalSGDOptimizer(WrappedOptimizer):
         self.replicas = Replicas(mesh, timeout)
         try:
             with agree(self.replicas, "LocalSGDOptimizer(...)"):
-                check_settings(self.schedule, self.penalty, self._make_outer, offload, prefetch, delay)
+                check_settings(
+                    self.schedule, self.penalty, self._make_outer, offload, prefetch, delay, layers
+                )
                 check_model(model, self.replicas)
                 for unit in units_of(model):
                     reshard(unit)  # after a forward, the parameters would be the gathered ones
@@ -290,7 +298,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         exactly as before. In the warm-up the model is the consensus already. Right after a due step it is
         still the previous round's anchor: call :meth:`sync` first where that matters.
         """
-        if not self._anchor.taken:
+        if not self._anchor.taken or self._in_consensus:
             yield self.model
             return
         with torch.no_grad():
@@ -323,7 +331,8 @@ class LocalSGDOptimizer(WrappedOptimizer):
             RuntimeError: steps were made since the last round.
         """
         self._check_usable()
-        self._check_boundary("refresh()")
+        with agree(self.replicas, "refresh()"):
+            self._check_boundary("refresh()")
         kept = checkpoint.export(self)
         memory = {name: {k: v[..., c].clone() for k, v in self._memory.items()} for c, name in
                   enumerate(self._columns)}  # fmt: skip
@@ -400,7 +409,8 @@ class LocalSGDOptimizer(WrappedOptimizer):
         self._buffers = Buffers(self.model)
         self._start_equal()
         self._anchor = Anchor(self._layers, self._make_outer, self._offload)
-        self._memory = self.penalty.init(replicas.count, len(self._columns))
+        with agree(replicas, "penalty.init"):
+            self._memory = self.penalty.init(replicas.count, len(self._columns))
         self._replica_clock = ReplicaClock(self.schedule, replicas)
 
         for handle in self._handles:
@@ -498,8 +508,12 @@ class LocalSGDOptimizer(WrappedOptimizer):
 
     def _is_dry_run(self) -> bool:
         """torch's checkpoint helpers initialise optimizers by ``step(closure=None)`` with every lr 0 while
-        the state is empty (``_init_optim_state``). Only all three together say so: that is no step."""
-        return not self.inner.state and all(float(group.get("lr", 1)) == 0 for group in self.param_groups)
+        the state is empty and gradients 0 (``_init_optim_state``). Only all together say so: that is no
+        step."""
+        if self.inner.state or any(float(group.get("lr", 1)) != 0 for group in self.param_groups):
+            return False
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return not any(bool(local(grad).any()) for grad in grads)
 
     def _check_usable(self) -> None:
         if self._failure is not None:
@@ -538,8 +552,14 @@ class LocalSGDOptimizer(WrappedOptimizer):
         if not self._ready:
             return
         self._check_usable()
-        self._check_boundary("add_param_group()")
-        super().add_param_group(param_group)
+        with agree(self.replicas, "add_param_group()"):
+            self._check_boundary("add_param_group()")
+            super().add_param_group(param_group)
+            try:
+                build_inner(self.inner, self.model, {})
+            except BaseException:
+                del self.inner.param_groups[-1]
+                raise
         self.refresh()
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,7 +93,9 @@ def check_model(model: Any, replicas: Replicas) -> None:
             )
 
 
-def check_settings(schedule: Any, penalty: Any, outer: Any, offload: Any, prefetch: Any, delay: Any) -> None:
+def check_settings(
+    schedule: Any, penalty: Any, outer: Any, offload: Any, prefetch: Any, delay: Any, layers: Any
+) -> None:
     """Raise for settings that mean nothing."""
     if not (hasattr(schedule, "due") and hasattr(schedule, "warmup_steps")):
         raise TypeError(
@@ -114,6 +116,8 @@ def check_settings(schedule: Any, penalty: Any, outer: Any, offload: Any, prefet
         raise ValueError(f"offload must be None or 'cpu', but is {offload!r}: use 'cpu' for host memory")
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise ValueError(f"prefetch must be an int >= 0 (layers), but is {prefetch!r}: the default is 1")
+    if layers is not None and (isinstance(layers, str) or not isinstance(layers, Sequence | nn.ModuleList)):
+        raise TypeError(f"layers must be a list of modules or None, but is {layers!r}: use [*model.blocks]")
     if delay != 0 or isinstance(delay, bool):
         raise ValueError(
             f"delay must be 0 in this version, but is {delay!r}: a round is applied in the next forward"

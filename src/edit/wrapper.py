@@ -57,11 +57,18 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
         """As the inner optimizer's; ``hook(optimizer, args, kwargs)`` gets this one."""
-        return self.inner.register_step_pre_hook(lambda _, *rest: hook(self, *rest))
+
+        def inner_hook(inner: Any, args: Any, kwargs: Any) -> Any:
+            result = hook(self, (self, *args[1:]), kwargs)
+            return result and ((inner, *result[0][1:]), result[1])
+
+        return self.inner.register_step_pre_hook(inner_hook)
 
     def register_step_post_hook(self, hook: Any) -> RemovableHandle:
         """As the inner optimizer's; ``hook(optimizer, args, kwargs)`` gets this one."""
-        return self.inner.register_step_post_hook(lambda _, *rest: hook(self, *rest))
+        return self.inner.register_step_post_hook(
+            lambda _, args, kwargs: hook(self, (self, *args[1:]), kwargs)
+        )
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
         """As the inner optimizer's; ``hook(optimizer)`` gets this one."""
