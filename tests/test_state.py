@@ -436,7 +436,7 @@ def test_a_round_half_applied_is_resumed() -> None:
 
 
 def test_loading_into_a_run_under_way() -> None:
-    """With a round pending, and one half done; what was under way is forgotten."""
+    """Not while a round is under way, which other replicas may not have begun; after ``sync()``, yes."""
 
     def fn(rank: int) -> None:
         run = Run(rank, "edit-tight")
@@ -447,6 +447,10 @@ def test_loading_into_a_run_under_way() -> None:
         for at in (5, 6, 8):
             run.load(snapshot(state))  # torch's load_state_dict keeps the inner tensors that it is given
             run.train(range(4, at))
+            if at != 6:
+                with pytest.raises(RuntimeError, match="while a round is under way"):
+                    run.optimizer.load_state_dict(state["optimizer"])
+            run.optimizer.sync()
             run.load(snapshot(state))
             run.train(range(4, STEPS))
             assert equal(run.end(), expected)

@@ -18,13 +18,14 @@ class Buffers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        kept = model.state_dict().keys()
+        # By identity: hooks of activation checkpointing rename what they wrap.
+        kept = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
         owners = dict(model.named_modules())
         # Looked up anew each time: a module may put another tensor under the name.
         self._places = [
             (name, owners[name.rpartition(".")[0]], name.rpartition(".")[2])
-            for name, _ in model.named_buffers()
-            if name in kept
+            for name, buffer in model.named_buffers()
+            if id(buffer) in kept
         ]
         self.names = [name for name, _, _ in self._places]
         self.agreed: list[Tensor] = self.clone()

@@ -65,12 +65,15 @@ def export(opt: LocalSGDOptimizer) -> Entries:
             if isinstance(value, Tensor) and value.dim() == 1:
                 value = value if key in kept else torch.zeros_like(flat)
             columns[OUTER + key] = value
-        for number, param in enumerate(layer.params):
-            entry = entries[param] = {BEGAN: torch.tensor(bool(kept))}
-            for key, value in columns.items():
-                is_flat = isinstance(value, Tensor) and value.dim() == 1
-                part = layer.parts(value)[number].clone() if is_flat else _plain(value)
-                entry[key] = sharded_like(param, part) if is_flat else part
+        for param in layer.params:
+            entries[param] = {BEGAN: torch.tensor(bool(kept))}
+        for key, value in columns.items():
+            if _dim(value) == 1:
+                for param, part in zip(layer.params, layer.parts(value), strict=True):
+                    entries[param][key] = sharded_like(param, part.clone())
+            else:
+                for param in layer.params:
+                    entries[param][key] = _plain(value)
     return entries
 
 
@@ -93,7 +96,7 @@ def restore(opt: LocalSGDOptimizer, entries: Entries) -> None:
         kept = opt._anchor.outer.state[flat]
         for key, example in opt._outer_keys.items():
             if isinstance(example, Tensor) and example.dim() == 1:
-                kept[key] = torch.zeros_like(flat.data)
+                kept[key] = torch.zeros_like(flat.data, pin_memory=flat.data.is_pinned())
                 for param, part in zip(layer.params, layer.parts(kept[key]), strict=True):
                     if param in entries:
                         part.copy_(local(entries[param][OUTER + key]))
@@ -139,6 +142,7 @@ def unpack(opt: LocalSGDOptimizer, state_dict: dict[str, Any]) -> None:
     """Load what :func:`pack` made. Everything is checked before anything is changed."""
     groups, states = state_dict["param_groups"], state_dict["state"]
     ids = _ids(opt.inner.param_groups, groups)
+    known = set(ids.values())
     theirs: dict[Any, dict[str, Any]] = {}
     entries: Entries = {}
     for param, key in ids.items():
@@ -147,7 +151,7 @@ def unpack(opt: LocalSGDOptimizer, state_dict: dict[str, Any]) -> None:
             theirs[key] = rest
         if mine := {name: value for name, value in state.items() if str(name).startswith(PREFIX)}:
             entries[param] = mine
-    theirs |= {key: value for key, value in states.items() if key not in ids.values()}
+    theirs |= {key: value for key, value in states.items() if key not in known}
     first: dict[str, Any] = next((entry for entry in entries.values() if RUN in entry), {})
     if RUN in first:
         _check(opt, entries)
@@ -157,8 +161,13 @@ def unpack(opt: LocalSGDOptimizer, state_dict: dict[str, Any]) -> None:
                     f"state_dict must have a buffer {name} of shape {tuple(agreed.shape)}, but has "
                     f"{tuple(value.shape)}: it is of another model; nothing was loaded"
                 )
+    if opt._round is not None:
+        raise RuntimeError(
+            "load_state_dict() must not be called while a round is under way, which other replicas take part in: "
+            "call sync() on all ranks first, or load into a new LocalSGDOptimizer; nothing was loaded"
+        )
     opt.inner.load_state_dict({**state_dict, "state": theirs})
-    opt._round, opt._due, opt._steps = None, False, 0
+    opt._due, opt._steps = False, 0
     opt._fresh.clear()
     opt._replica_clock.restart()
     opt._anchor.forget()
@@ -195,7 +204,7 @@ def _check(opt: LocalSGDOptimizer, entries: Entries) -> None:
             entry = entries.get(param, {})
             flats = {key: value for key, value in entry.items() if key.startswith(OUTER) and _dim(value)}
             for key, value in {ANCHOR: entry.get(ANCHOR), **flats}.items():
-                if value is None or value.shape != param.shape:
+                if value is None or value.shape != param.shape or local(value).shape != local(param).shape:
                     raise ValueError(
                         f"state_dict must have {key} of shape {tuple(param.shape)} for {name}, but has "
                         f"{'none' if value is None else tuple(value.shape)}: it is of another model; nothing was loaded"

@@ -83,9 +83,9 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def _fsdp_state(module: nn.Module) -> Any:
-    # The one private interface of torch that is used here. ``fully_shard([a, b])`` makes one unit of two
-    # modules, and ``set_modules_to_forward_prefetch`` gathers a unit before its own forward; nothing
-    # public says which modules share a unit or what a unit prefetches.
+    # The one private interface of torch that is used here: ``fully_shard([a, b])`` makes one unit of two
+    # modules, ``ignored_params`` leaves parameters out, and ``set_modules_to_forward_prefetch`` gathers a unit before its own forward; nothing
+    # public says which modules share a unit, what it holds or what it prefetches.
     try:
         return module._get_fsdp_state()  # type: ignore[operator]
     except AttributeError:
@@ -93,6 +93,13 @@ def _fsdp_state(module: nn.Module) -> Any:
             f"torch {torch.__version__} no longer offers FSDPModule._get_fsdp_state, from which edit learns "
             "which modules one fully_shard call took together; use a torch version that the README names"
         ) from None
+
+
+def managed(module: nn.Module) -> set[Tensor]:
+    """The parameters that the unit shards and whose gradients it reduces: not those it was told to ignore."""
+    state = _fsdp_state(module)
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return {fsdp.sharded_param for group in groups if group is not None for fsdp in group.fsdp_params}
 
 
 def unit_key(module: nn.Module) -> int:
@@ -193,7 +200,7 @@ class Replicas:
         if wrong is not None:
             raise wrong
         first = min(said)
-        for rank, (text, theirs) in said.items():
+        for rank, (text, _) in said.items():
             if text is not None:
                 raise RuntimeError(f"LocalSGDOptimizer(...) failed on rank {rank}: {text}")
         for rank, (_, theirs) in said.items():

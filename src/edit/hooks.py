@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .comm import Replicas, local, set_gradient_hook
+from .comm import Replicas, is_unit, local, set_gradient_hook
 from .layers import Layer
 
 
@@ -17,16 +17,16 @@ class Gate:
     """Tells the hooks whether there is anything to do: one plain attribute, so that it costs next to
     nothing and does not break a compiled graph while there is not."""
 
-    def __init__(self, reach: Callable[[int], None]) -> None:
+    def __init__(self, reach: Callable[[int, nn.Module], None]) -> None:
         self.open = False
         # Weak: a model must not keep an optimizer alive that nobody else uses.
         self._reach = weakref.WeakMethod(reach)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def reach(self, index: int) -> None:
-        """A forward has reached layer ``index`` (-1: the root, where no layer belongs to it)."""
+    def reach(self, index: int, module: nn.Module) -> None:
+        """The forward of ``module`` begins, which is one of layer ``index`` (-1: of none)."""
         if (reach := self._reach()) is not None:
-            reach(index)
+            reach(index, module)
 
 
 class BeforeForward:
@@ -38,22 +38,24 @@ class BeforeForward:
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Before the forward of ``module``."""
         if self.gate is not None and self.gate.open:
-            self.gate.reach(self.index)
+            self.gate.reach(self.index, module)
 
     def __reduce__(self) -> tuple[Any, ...]:  # also what copy.deepcopy asks
         return BeforeForward, (None, self.index)
 
 
 def register(model: nn.Module, layers: list[Layer], gate: Gate) -> list[Any]:
-    """Hook every layer's modules and the model itself. Returns handles with a ``remove`` method.
+    """Hook every layer's modules, every FSDP unit (one without a layer may prefetch others) and the model.
+
+    Returns handles with a ``remove`` method.
 
     ``prepend``: FSDP's own pre-forward hook replaces the shards; ours must come before it.
     """
-    places = [(module, index) for index, layer in enumerate(layers) for module in layer.modules]
-    if all(module is not model for module, _ in places):
-        places.append((model, -1))
+    places = {module: -1 for module in model.modules() if module is model or is_unit(module)}
+    places |= {module: index for index, layer in enumerate(layers) for module in layer.modules}
     return [
-        module.register_forward_pre_hook(BeforeForward(gate, index), prepend=True) for module, index in places
+        module.register_forward_pre_hook(BeforeForward(gate, index), prepend=True)
+        for module, index in places.items()
     ]
 
 
@@ -61,9 +63,9 @@ class GradientAverage:
     """Averages gradients over the replicas, complete when ``backward()`` returns, as with DDP.
 
     Of ``fully_shard``ed parameters in FSDP's own hook behind its reduce-scatter, overlapped with the
-    backward. Of others after the last of them has got its gradient: one flat vector per layer, in the order
+    backward and in its order, which must be the same on all replicas. Of others after the last of them has got its gradient: one flat vector per layer, in the order
     of layers, with one element per parameter that counts on how many replicas it has a gradient, so that
-    replicas may skip different layers and a parameter that none used keeps ``grad=None``.
+    replicas may skip different layers of these, and a parameter that none used keeps ``grad=None``.
     """
 
     def __init__(self, layers: list[Layer], replicas: Replicas) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from .comm import copies, is_unit, local, mesh_ranks, unit_key
+from .comm import copies, is_unit, local, managed, unit_key
 
 ROOT = "(root)"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -134,6 +134,11 @@ def cut(model: nn.Module, chosen: Sequence[nn.Module] | None = None) -> list[Lay
                     f"layers must be modules of the model, but {type(module).__name__} is not in it: "
                     "take them from model.modules()"
                 )
+            if type(module).forward is nn.Module.forward:
+                raise ValueError(
+                    f"layers must be modules with a forward, before which they are synchronised, but "
+                    f"{names[module]} is a {type(module).__name__}: give its elements"
+                )
         groups = {module: number for number, module in enumerate(chosen)}
     elif units:
         groups = {module: unit_key(module) for module in units}
@@ -145,6 +150,7 @@ def cut(model: nn.Module, chosen: Sequence[nn.Module] | None = None) -> list[Lay
     for module in names:
         if module in groups:
             members.setdefault(groups[module], []).append(module)
+    held = {unit: managed(unit) for unit in units}
     owner: dict[nn.Parameter, int] = {}
     unit_of: dict[nn.Parameter, nn.Module] = {}
     named: dict[nn.Parameter, str] = {}
@@ -158,7 +164,7 @@ def cut(model: nn.Module, chosen: Sequence[nn.Module] | None = None) -> list[Lay
             if owner.setdefault(param, group) != group:
                 owner[param] = root
             named.setdefault(param, f"{names[module]}.{key}".lstrip("."))
-            if unit is not None and mesh_ranks(param):
+            if unit is not None and param in held[unit]:
                 unit_of[param] = unit
         for child in module.children():
             walk(child, group, unit)

@@ -19,7 +19,7 @@ from . import checkpoint
 from .anchor import Anchor
 from .buffers import Buffers
 from .clock import ReplicaClock
-from .comm import Replicas, gather_early, local, prefetched, reshard, unit_key
+from .comm import Replicas, gather_early, is_unit, local, prefetched, reshard, unit_key
 from .hooks import Gate, GradientAverage, register
 from .layers import Layer, cut
 from .outer import Nesterov, Outer
@@ -122,7 +122,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         self._steps = 0  # since the last round
         self._due = False  # from launch (or loading) to completion of a round
         self._round: Round | None = None
-        self._fresh: set[int] = set()  # layers written in this forward whose unit was not gathered since
+        self._fresh: set[nn.Module] = set()  # units written in this forward and not gathered since
         self._in_forward = self._in_consensus = False
         self._failure: BaseException | None = None
         self._round_hooks: OrderedDict[int, Callable[[RoundReport], None]] = OrderedDict()
@@ -226,49 +226,53 @@ class LocalSGDOptimizer(WrappedOptimizer):
             self._round.decide()
         return self._round
 
-    def _reach(self, index: int) -> None:
-        """A forward has reached layer ``index`` (-1: the root): it must be done, and what it prefetches."""
+    def _reach(self, index: int, module: nn.Module) -> None:
+        """The forward of ``module``, of layer ``index`` (-1: of none), begins: the layer must be done, and those
+        of the units that this forward has FSDP gather early."""
         # Re-entrant activation checkpointing runs the layers of a training forward without gradients, so
         # what counts is whether the root was reached with them, until the next step.
-        if index == self._root:
+        if module is self.model:
             self._in_forward = torch.is_grad_enabled()
         if self._in_consensus or not (torch.is_grad_enabled() or self._in_forward):
             return
         self._check_usable()
-        reached = [index, *self._prefetched_by(index)]
+        keys = [unit_key(module), *prefetched(module)] if is_unit(module) else []
+        units = [self._units[key] for key in keys if key in self._units]
         if self._due:
-            self._advance(max(reached))
-        for number in reached:
-            if number in self._fresh:
-                self._fresh.discard(number)
-                for unit in self._layers[number].units:
-                    gather_early(unit)
+            self._advance(max([index, *(number for number, _ in units)]))
+        for _, unit in units:
+            if unit in self._fresh:
+                self._fresh.discard(unit)
+                gather_early(unit)
 
     def _advance(self, through: int) -> None:
         round = self._decided()
         before = round.done
         with self._failing():
             round.advance(through)
-        self._fresh.update(set(range(before, round.done)) - self._outermost)
+        for layer in self._layers[before : round.done]:
+            self._fresh.update(self._units[unit_key(unit)][1] for unit in layer.units)
         if round.complete:
             self._round, self._due, self._steps = None, False, 0
             self.total_steps += int(round.steps.sum())
             self.rounds += 1
             self._last_round = self._time()
-            report = round.report(self.total_steps)
-            for hook in list(self._round_hooks.values()):
-                hook(report)
+            if self._round_hooks:  # a report reads the device
+                report = round.report(self.total_steps)
+                for hook in list(self._round_hooks.values()):
+                    hook(report)
 
     def _finish_round(self, asked: bool = False) -> None:
         """Do what no forward has reached; nothing is gathered or hooked until the next launch."""
         if self._due:
-            whole = self._round is None or self._round.done == 0
+            left = self._layers[self._decided().done :]
+            stale = [layer.name for layer in left if any(p.grad is not None for p in layer.params)]
             self._advance(len(self._layers) - 1)
-            if whole and not asked:
+            if stale and not asked:
                 warnings.warn(
-                    f"no training forward reached the model in round {self.rounds}, so it was applied in step(): "
-                    "the gradients of this step came from the parameters before the round. Call the model that "
-                    "LocalSGDOptimizer was given, not its parts",
+                    f"in round {self.rounds} no training forward reached {', '.join(stale[:5])}, so the gradients of "
+                    "this step came from its parameters before the round: call the model that LocalSGDOptimizer was "
+                    "given, and its modules rather than functions of their parameters, or give layers=[...]",
                     stacklevel=3,
                 )
         self._fresh.clear()
@@ -304,12 +308,13 @@ class LocalSGDOptimizer(WrappedOptimizer):
         with torch.no_grad():
             live = [[local(p).clone() for p in layer.params] for layer in self._layers]
             buffers = self._buffers.clone()
-            self._reshard()
-            for index, layer in enumerate(self._layers):
-                layer.write(self._anchor.fetch(index, layer))
-            self._buffers.write(self._buffers.agreed)
         self._in_consensus = True
         try:
+            with torch.no_grad():
+                self._reshard()
+                for index, layer in enumerate(self._layers):
+                    layer.write(self._anchor.fetch(index, layer))
+                self._buffers.write(self._buffers.agreed)
             yield self.model
         finally:
             self._in_consensus = False
@@ -416,13 +421,8 @@ class LocalSGDOptimizer(WrappedOptimizer):
         for handle in self._handles:
             handle.remove()
         self._handles = register(self.model, self._layers, self._gate)
-        self._root = next((n for n, layer in enumerate(self._layers) if self.model in layer.modules), -1)
-        by_unit = {unit_key(unit): n for n, layer in enumerate(self._layers) for unit in layer.units}
-        self._by_unit = by_unit
-        nested = {unit for outer in units_of(self.model) for unit in units_of(outer) if unit is not outer}
-        # FSDP's outermost units wait for the compute stream themselves; the others are gathered early.
-        self._outermost = {
-            n for n, layer in enumerate(self._layers) if not any(unit in nested for unit in layer.units)
+        self._units = {
+            unit_key(unit): (n, unit) for n, layer in enumerate(self._layers) for unit in layer.units
         }
         self._set_phase()
 
@@ -462,29 +462,24 @@ class LocalSGDOptimizer(WrappedOptimizer):
         for unit in units_of(self.model):
             reshard(unit)
 
-    def _prefetched_by(self, index: int) -> list[int]:
-        units = self._layers[index].units if index >= 0 else []
-        keys = [key for unit in units for key in prefetched(unit)]
-        return [self._by_unit[key] for key in keys if key in self._by_unit]
-
     def _problem(self) -> str | None:
         """Why this rank cannot take part in a round."""
         self._reshard()
-        now = dict(self.model.named_parameters())
+        now = {param: name for name, param in self.model.named_parameters()}
         known = {param for layer in self._layers for param in layer.params}
         for layer in self._layers:
             for name, param, shape, dtype in zip(
                 layer.names, layer.params, layer.shapes, layer.dtypes, strict=True
             ):
                 part = local(param)
-                if now.get(name) is not param or (part.shape, part.dtype, part.device) != (
+                if param not in now or (part.shape, part.dtype, part.device) != (
                     shape, dtype, layer.device,
                 ):  # fmt: skip
                     return (
                         f"{name} was replaced, sharded, cast or moved after LocalSGDOptimizer(...): prepare the "
                         "model first, then build the optimizer"
                     )
-        for name, param in now.items():
+        for param, name in now.items():
             if param.requires_grad and param not in known:
                 return (
                     f"{name} began to train after LocalSGDOptimizer(...): call refresh() at a round boundary"
@@ -577,6 +572,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
 
         Raises:
             ValueError: an entry does not fit the parameter; nothing was changed.
+            RuntimeError: a round is under way.
         """
         self._check_usable()
         checkpoint.unpack(self, state_dict)

@@ -225,6 +225,9 @@ class Round:
                 self._started += 1
             self._finish(self.done)
             self.done += 1
+        if self.complete:  # columns of layers that only other ranks hold: the leader judges all
+            for key, value in self._new.items():
+                self.memory[key].copy_(value)
 
     def _start(self, index: int) -> None:
         """``w_i Δ_i``, exactly 0 where this replica is out (0·NaN is not); its sum over the replicas."""
