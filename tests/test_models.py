@@ -463,3 +463,82 @@ def run_groups(rank: int) -> Any:
     grid = mesh(2, 2)
     optimizer = optimizer_of(shard(net(), grid), grid)
     return [dist.get_process_group_ranks(group) for group in optimizer.replicas._groups.values() if group]
+
+
+@pytest.mark.parametrize("frozen", ["up", "root"])
+def test_trap_5_prefetch_from_a_unit_without_trainable_parameters(frozen: str) -> None:
+    """Such a unit is no layer, but its forward has FSDP gather the next ones."""
+
+    def build(model: Net, grid: Any, prefetch: bool) -> Net:
+        fully_shard(model.up, mesh=grid["shard"])
+        fully_shard(model.head, mesh=grid["shard"])
+        shard(model, grid)  # the root is left without parameters
+        (model.up if frozen == "up" else nn.Module()).requires_grad_(False)
+        if prefetch:
+            model.set_modules_to_forward_prefetch([model.up, model.blocks[0]])
+            model.up.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[1]])
+        return model
+
+    with_it, without = (
+        threads(4, course, (2, 2), partial(build, prefetch=prefetch)) for prefetch in (True, False)
+    )
+    same(with_it, without, 0)
+
+
+def test_coarse_layers_over_fsdp_units() -> None:
+    """One layer of all units: written at once, gathered one by one."""
+
+    def run(rank: int, coarse: bool) -> Any:
+        grid = mesh(2, 2)
+        model = shard(net(), grid)
+        layers = [model] if coarse else None
+        optimizer = optimizer_of(model, grid, penalty=None, layers=layers)
+        for step in range(7):
+            loss_of(model, step, rank // 2, rank % 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.sync()
+        return len(optimizer._layers), [full(p) for p in model.parameters()]
+
+    one, many = threads(4, run, True), threads(4, run, False)
+    assert (one[0][0], many[0][0]) == (1, 3)
+    same([p for _, p in one], [p for _, p in many])
+
+
+def test_layers_that_the_forward_does_not_call_are_named() -> None:
+    class Functional(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks[0](self.up(x))
+            return self.head(x + nn.functional.linear(x, self.blocks[1].lin.weight))
+
+    def run(rank: int) -> None:
+        model = net()
+        model.__class__ = Functional
+        optimizer = optimizer_of(model, mesh(1, 1), schedule=edit.EverySteps(1))
+        loss_of(model, 0, rank).backward()
+        optimizer.step()
+        loss_of(model, 1, rank).backward()
+        with pytest.warns(UserWarning, match=r"round 1 no training forward reached blocks\.1, "):
+            optimizer.step()
+
+    threads(1, run)
+    model = net()
+    with pytest.raises(ValueError, match="blocks is a ModuleList: give its elements"):
+        edit.LocalSGDOptimizer(model, lr=0.1, layers=[model.blocks])
+
+
+def test_parameters_that_fully_shard_ignores_are_averaged_in_the_warm_up() -> None:
+    def run(rank: int) -> Any:
+        grid = mesh(2, 2)
+        model = net()
+        scale = model.blocks[0].norm.weight
+        fully_shard(model.blocks[0], mesh=grid["shard"], ignored_params={scale})
+        fully_shard(model, mesh=grid["shard"], ignored_params={scale})
+        optimizer = optimizer_of(model, grid)
+        loss_of(model, 0, rank // 2).backward()  # members alike: nobody else averages what is ignored
+        optimizer.close()
+        return scale.grad
+
+    one, *others = threads(4, run)
+    for other in others:
+        same(one, other, 0)

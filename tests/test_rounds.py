@@ -312,3 +312,45 @@ def test_trap_18_sync_with_uneven_counts(steps: list[int]) -> None:
     for params, total in got:
         same(params, got[0][0], 0)
         assert total == sum(steps)
+
+
+def test_the_leader_judges_layers_that_it_does_not_hold() -> None:
+    def run(rank: int) -> Any:
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "pp"))
+        stage = nn.Module()
+        stage.blocks = nn.ModuleDict({str(rank % 2): net().blocks[rank % 2]})
+        penalty = edit.PseudoGradientPenalty(edit.EMAZTest(warmup_rounds=2))
+        optimizer = optimizer_of(
+            stage, grid, schedule=edit.EverySteps(1), penalty=penalty, inner=torch.optim.SGD
+        )
+        outs: list[Tensor] = []
+        optimizer.register_round_hook(lambda report: outs.append(report.out))
+        for step in range(6):
+            for p in stage.parameters():
+                p.grad = torch.full_like(p, 1000.0 if (rank // 2, step) == (1, 5) else 1.0)
+            optimizer.step()
+            optimizer._finish_round(asked=True)
+        return outs[-1].tolist(), optimizer._memory["count"].tolist()
+
+    for out, count in threads(4, run):
+        assert out == [[False, False], [True, True]]
+        assert count == [[6, 6], [5, 5]]
+
+
+def test_batchnorm_under_activation_checkpointing_is_averaged_too() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    def run(rank: int) -> Any:
+        model = seeded(Normed())
+        model.bn = checkpoint_wrapper(model.bn)
+        optimizer = optimizer_of(model, mesh(2, 1), schedule=edit.EverySteps(2))
+        for step in range(2):
+            loss_of(model, step, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.sync()
+        return [b for n, b in model.named_buffers() if "running" in n]
+
+    a, b = threads(2, run)
+    assert len(a) == 2
+    same(a, b, 0)
