@@ -37,10 +37,9 @@ class SyncError(RuntimeError):
 # ------------------------------------------------------------------------------------- DTensor and FSDP
 
 
-@torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
     """The part of ``tensor`` that this rank holds: shares its storage, has no gradient."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def sharded_like(param: Tensor, part: Tensor) -> Tensor:

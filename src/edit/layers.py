@@ -67,15 +67,15 @@ class Layer:
 
     def parts(self, flat: Tensor) -> list[Tensor]:
         """Views of ``flat``, one per parameter in its local shape."""
-        return [
-            flat[start:end].view(shape) for (start, end), shape in zip(self.spans, self.shapes, strict=True)
-        ]
+        sizes = [end - start for start, end in self.spans]
+        return [part.view(shape) for part, shape in zip(torch.split(flat, sizes), self.shapes, strict=True)]
 
     def read(self, flat: Tensor) -> Tensor:
         """``flat <- θ``."""
-        for part, param in zip(self.parts(flat), self.params, strict=True):
-            part.copy_(local(param))
-        return flat
+        parts = [local(param).reshape(-1) for param in self.params]
+        if flat.dtype == self.dtypes[0] and len(set(self.dtypes)) == 1:
+            return torch.cat(parts, out=flat)
+        return flat.copy_(torch.cat([part.to(flat.dtype) for part in parts]))
 
     def write(self, flat: Tensor) -> None:
         """``θ <- flat``, rounded to the parameters' dtype."""
@@ -84,12 +84,11 @@ class Layer:
 
     def pseudo_gradient(self, anchor: Tensor, out: Tensor) -> Tensor:
         """``out <- round(a) - θ``: a replica that did not move has exactly 0, in bf16 too."""
-        for a, part, param in zip(self.parts(anchor), self.parts(out), self.params, strict=True):
-            theta = local(param)
-            if theta.dtype == part.dtype:
-                torch.sub(a, theta, out=part)
-            else:
-                part.copy_(a.to(theta.dtype)).sub_(theta)
+        self.read(out)
+        if all(dtype == out.dtype for dtype in self.dtypes):
+            return torch.sub(anchor, out, out=out)
+        for a, part, dtype in zip(self.parts(anchor), self.parts(out), self.dtypes, strict=True):
+            torch.sub(a.to(dtype), part, out=part)
         return out
 
     def squares(self, flat: Tensor) -> Tensor:

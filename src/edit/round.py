@@ -233,11 +233,11 @@ class Round:
         """``w_i Δ_i``, exactly 0 where this replica is out (0·NaN is not); its sum over the replicas."""
         layer = self.layers[index]
         w = float(self.weights[self.replicas.index, layer.column])
-        flat = torch.zeros(layer.numel, dtype=layer.dtype, device=layer.device)
+        flat = torch.empty(layer.numel, dtype=layer.dtype, device=layer.device)
         if w:
-            layer.pseudo_gradient(self.anchor.fetch(index, layer), flat)
-            if w != 1:
-                flat.mul_(w)
+            layer.pseudo_gradient(self.anchor.fetch(index, layer), flat).mul_(w)
+        else:
+            flat.zero_()
         with self._traffic("sum of pseudo gradients", layer):
             self._flying[index] = flat, self.replicas.start_sum(flat)
 
