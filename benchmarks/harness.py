@@ -1,7 +1,8 @@
-"""What the benchmarks share: ranks and their network, counting what runs, timing in pairs, a Llama."""
+"""What the benchmarks share: ranks and their network, counting what runs, timing in pairs, the model."""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import math
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,8 +25,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from llama import Config, Llama
 
 # ----------------------------------------------------------------------------------------------- ranks
 
@@ -78,7 +83,9 @@ def run_ranks(
                 if failed or time.monotonic() > deadline:
                     rank = failed[0] if failed else 0
                     what = "failed" if failed else f"did not end within {timeout} s"
-                    raise RuntimeError(f"{job}: rank {rank} {what}\n" + Path(folder, f"log{rank}").read_text())
+                    raise RuntimeError(
+                        f"{job}: rank {rank} {what}\n" + Path(folder, f"log{rank}").read_text()
+                    )
                 time.sleep(0.02)
             return [json.loads(Path(folder, f"result{rank}").read_text()) for rank in range(world)]
         finally:
@@ -114,7 +121,20 @@ def namespaces(count: int) -> Iterator[list[str]]:
             ip("-n", switch, "link", "add", "bridge", "type", "bridge")
             ip("-n", switch, "link", "set", "bridge", "up")
             for i, name in enumerate(names):
-                ip("-n", switch, "link", "add", f"port{i}", "type", "veth", "peer", "name", LINK, "netns", name)
+                ip(
+                    "-n",
+                    switch,
+                    "link",
+                    "add",
+                    f"port{i}",
+                    "type",
+                    "veth",
+                    "peer",
+                    "name",
+                    LINK,
+                    "netns",
+                    name,
+                )
                 ip("-n", switch, "link", "set", f"port{i}", "master", "bridge", "up")
                 ip("-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", LINK)
                 ip("-n", name, "link", "set", LINK, "up")
@@ -201,6 +221,42 @@ def group_names(optimizer: Any) -> dict[str, str]:
     return names | {group.group_name: "inside" for group in replicas._inside.values() if group is not None}
 
 
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that came to life inside and are alive: ``now`` and, at most, ``peak``.
+
+    A storage counts from the operator that returned it, if no operator was given it before, until its
+    memory is freed, by whichever thread: gloo's may be the one that lets go of a buffer last.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note what one call returns and was not there before."""
+        self._note((args, kwargs), count=False)
+        result = func(*args, **(kwargs or {}))
+        self._note(result, count=True)
+        return result
+
+    def _note(self, tree: Any, count: bool) -> None:
+        for tensor in tree_leaves(tree):
+            if not isinstance(tensor, Tensor) or is_traceable_wrapper_subclass(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._known:
+                self._known.add(storage._cdata)
+                size = storage.nbytes() if count else 0
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._freed, storage._cdata, size)
+
+    def _freed(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
 # ---------------------------------------------------------------------------------------------- timing
 
 
@@ -211,20 +267,27 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def paired(a: Callable[[], Any], b: Callable[[], Any], pairs: int) -> tuple[Tensor, Tensor]:
-    """Wall times of ``a`` and ``b``, called in turns ``a b b a a b b a``, so that each follows each."""
-    for call in (a, b, a, b):
-        call()
-    times: dict[Callable[[], Any], list[float]] = {a: [], b: []}
+def paired(a: Callable[[], Any], b: Callable[[], Any], pairs: int, prepare: Callable[[bool], None]) -> Tensor:
+    """Seconds of ``a`` and ``b``: ``[2 (CPU time of this thread, wall time), 2 (a, b), pairs]``.
+
+    They are called in turns ``a b b a a b b a``, so that each follows each equally often; before each, outside
+    of the time, ``prepare(whether it is b)``.
+    """
+    times = torch.zeros(2, 2, pairs + 2, dtype=torch.float64)
     gc.collect()
     gc.disable()
     try:
-        for i in range(pairs):
-            for call in (a, b) if i % 2 else (b, a):
-                times[call].append(seconds(call))
+        for i in range(pairs + 2):
+            for is_b in (i % 2 == 0, i % 2 == 1):
+                prepare(is_b)
+                call = b if is_b else a
+                cpu, wall = time.thread_time(), time.perf_counter()
+                call()
+                times[1, int(is_b), i] = time.perf_counter() - wall
+                times[0, int(is_b), i] = time.thread_time() - cpu
     finally:
         gc.enable()
-    return torch.tensor(times[a], dtype=torch.float64), torch.tensor(times[b], dtype=torch.float64)
+    return times[:, :, 2:]
 
 
 def median(values: Sequence[float] | Tensor) -> tuple[float, float]:
@@ -249,60 +312,15 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], over: DeviceMesh) -> No
     fully_shard(model, mesh=over["shard"])
 
 
-class Llama(nn.Module):
-    """RMSNorm, rotary attention, SwiGLU, over bytes. ``depth`` layers and the root."""
-
-    def __init__(self, width: int = 128, depth: int = 8, heads: int = 4, buffers: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(256, width)
-        self.layers = nn.ModuleList(LlamaBlock(width, heads) for _ in range(depth))
-        self.norm = nn.RMSNorm(width)
-        self.head = nn.Linear(width, 256, bias=False)
-        if buffers:
-            self.register_buffer("seen", torch.zeros(16))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next byte."""
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
-
-
-class LlamaBlock(nn.Module):
-    """Attention and SwiGLU with 8/3 of the width."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        hidden = width * 8 // 3 // 16 * 16
-        self.heads = heads
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[batch, tokens, width]``."""
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(_rotated(q), _rotated(k), v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
-        gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
-
-
-def _rotated(x: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    angles = torch.outer(torch.arange(x.shape[-2]), 1e4 ** (-torch.arange(half) / half))
-    cos, sin, a, b = angles.cos(), angles.sin(), x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+def llama(depth: int, hidden: int) -> Llama:
+    """That of ``examples/``, 128 wide, over bytes."""
+    return Llama(Config(dim=128, depth=depth, heads=4, kv_heads=2, hidden=hidden))
 
 
 def llama_loss(model: nn.Module, batch: int, length: int) -> Tensor:
-    """Cross entropy of the next byte on random ones."""
+    """Cross entropy of the next byte, on random ones."""
     tokens = torch.randint(256, (batch, length + 1))
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    return model(tokens[:, :-1], tokens[:, 1:])
 
 
 def numel(model: nn.Module) -> int:
@@ -311,6 +329,18 @@ def numel(model: nn.Module) -> int:
 
 
 # ---------------------------------------------------------------------------------------------- output
+
+
+def arguments(text: str, parts: Sequence[str]) -> argparse.Namespace:
+    """The command line of a benchmark: which parts, and whether quick."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; all if none is named")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the repetitions")
+    found = parser.parse_args()
+    if unknown := set(found.parts) - set(parts):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}")
+    found.parts = found.parts or list(parts)
+    return found
 
 
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -72,3 +72,15 @@ def layers_of(depth: int = 2) -> list[list[str]]:
     root = ["up.weight", "up.bias", "head.weight", "head.bias"]
     parts = ("lin.weight", "lin.bias", "norm.weight", "norm.bias")
     return [root, *([f"blocks.{i}.{part}" for part in parts] for i in range(depth))]
+
+
+class Winding(Net):
+    """Goes through its blocks along ``route``: any of them, in any order, again, or none at all."""
+
+    route: tuple[int, ...] = (0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        for index in self.route:
+            x = self.blocks[index](x)
+        return self.head(x)
