@@ -732,7 +732,9 @@ def test_a_replica_that_is_out_has_no_influence(data: st.DataObject) -> None:
     replicas, interval, round = data.draw(st.sampled_from([2, 2, 3])), data.draw(st.integers(1, 2)), 2
     inner = data.draw(st.sampled_from(["sgd", "adamw"]))
     steps = (interval * 3 + data.draw(st.integers(0, 1)),) * replicas
-    penalty = replace(data.draw(st.sampled_from(PENALTIES[1:3])), anomaly=edit.EMAZTest(0.02, 1e6, warmup_rounds=1))
+    penalty = replace(
+        data.draw(st.sampled_from(PENALTIES[1:3])), anomaly=edit.EMAZTest(0.02, 1e6, warmup_rounds=1)
+    )
     base = Course((replicas, 1), steps, depth=1, interval=interval, inner=inner, penalty=penalty,
                   outer=data.draw(st.sampled_from([edit.Nesterov(), edit.HeavyBall()])),
                   offload=data.draw(st.sampled_from([None, "cpu"])))  # fmt: skip
