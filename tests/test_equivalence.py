@@ -7,6 +7,7 @@ own, too), or with the same run in which one thing that must not matter is anoth
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -26,8 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 import edit
+import ranks
 from problems import Net, Winding, batch, loss_of, seeded
-from ranks import mesh, processes, threads
+from ranks import mesh, processes
 from test_rounds import Clock, Normed
 
 Values = list[Tensor]
@@ -55,6 +57,18 @@ PLAIN: dict[str, Callable[..., torch.optim.Optimizer]] = {  # what doesn't go wi
 LINEAR = ["sgd", "momentum", "nesterov"]  # the mean of such steps is the step of the mean
 
 
+def threads(*args: Any, **kwargs: Any) -> list[Any]:
+    """On one core: threads that take turns with the interpreter lose a third of their time on two."""
+    if not hasattr(os, "sched_setaffinity"):
+        return ranks.threads(*args, **kwargs)
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(cores)[os.getpid() % len(cores)]})  # of this thread and those it starts
+    try:
+        return ranks.threads(*args, **kwargs)
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 def few(divisor: int) -> settings:
     """Fewer examples where one costs more: FSDP2 in threads, processes."""
     return settings(max_examples=max(2, settings().max_examples // divisor))
@@ -80,6 +94,11 @@ def leaves(tree: Any) -> Values:
 bitwise = partial(same, tolerance=0.0)
 
 
+def grid_of(shape: tuple[int, int]) -> Any:
+    """None where every rank is a replica: to make a mesh takes a good part of such a test's time."""
+    return mesh(*shape) if shape[1] > 1 else None
+
+
 def local(tensor: Tensor) -> Tensor:
     """A copy of this rank's part. The parts of a parameter, one after the other, are the whole."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
@@ -101,13 +120,15 @@ def shard(model: Any, grid: Any, units: Sequence[nn.Module] | None = None) -> No
         fully_shard(unit, mesh=grid["shard"])
 
 
+KEPT = {"anchor": "edit_anchor", "momentum": "edit_outer.momentum_buffer"}
+
+
 def kept(optimizer: edit.LocalSGDOptimizer) -> dict[str, Values]:
     """The anchor and the outer momentum, parameter by parameter; [] if there is none."""
     states = optimizer.state_dict()["state"]
-    keys = {"anchor": "edit_anchor", "momentum": "edit_outer.momentum_buffer"}
     return {
         name: [local(states[n][key]) for n in sorted(states) if key in states[n]]
-        for name, key in keys.items()
+        for name, key in KEPT.items()
     }
 
 
@@ -181,7 +202,7 @@ def lessons(
     clips: bool = True,
     zeros: bool = True,
 ) -> Lesson:
-    ranks = ranks or draw(st.integers(1, 3))
+    ranks = ranks or draw(st.sampled_from([2, 2, 3, 1]))
     depth = draw(st.sampled_from([2, 2, 3]))
     route = st.just(tuple(range(depth)))
     if winding and draw(st.booleans()):
@@ -237,7 +258,7 @@ def taught(
 
     ``shape`` None: no process group. ``lazily``: FSDP2 reduces the gradients of the last microbatch only.
     """
-    grid = shape and mesh(*shape)
+    grid = mesh(*shape) if sharded and shape else None
     model = lesson.build()
     if sharded:
         shard(model, grid)
@@ -284,26 +305,20 @@ def test_warmup_is_ddp_on_fsdp2(data: st.DataObject) -> None:
         same(whole([after for after, _ in got[first : first + shape[1]]]), expected)
 
 
-@given(lesson=lessons(clips=False), inner=st.sampled_from(LINEAR))
-def test_interval_1_and_average_are_ddp_sgd(lesson: Lesson, inner: str) -> None:
+@given(data=st.data())
+def test_interval_1_and_average_are_ddp_sgd(data: st.DataObject) -> None:
     """With any SGD that is linear in the gradients: each replica has momentum of its own, and the mean of
-    them is DDP's."""
+    them is DDP's. Without momentum also where replicas skip layers, which then have no momentum to go on."""
+    winding = data.draw(st.booleans())
+    inner = "sgd" if winding else data.draw(st.sampled_from(LINEAR))
+    lesson = data.draw(lessons(winding=winding, clips=False, zeros=not winding))
     run = partial(taught, schedule=EVERY_STEP, outer=edit.Average(), penalty=None)
     expected = ddp(lesson, INNERS[inner])
+    trained = [n for n, p in enumerate(lesson.build().parameters()) if p.requires_grad]
     for _, anchors in threads(lesson.ranks, run, lesson, (lesson.ranks, 1), inner):
-        same(anchors, [*expected, expected[-1], expected[-1]])  # sync() adds a round that nobody moved in
-
-
-@given(lesson=lessons(winding=True, clips=False, zeros=False))
-def test_interval_1_and_average_are_ddp_sgd_also_where_replicas_skip_layers(lesson: Lesson) -> None:
-    run = partial(taught, schedule=EVERY_STEP, outer=edit.Average(), penalty=None)
-    expected = ddp(lesson, INNERS["sgd"])
-    for _, anchors in threads(lesson.ranks, run, lesson, (lesson.ranks, 1), "sgd"):
-        trained = [n for n, p in enumerate(lesson.build().parameters()) if p.requires_grad]
-        same(
-            [[p[n] for n in trained] for p in anchors[-1:]], [[p[n] for n in trained] for p in expected[-1:]]
-        )
-        same(anchors[:-2], [[p[n] for n in trained] for p in expected])
+        same(anchors.pop(), expected[-1])
+        rounds = [*expected, expected[-1]]  # sync() adds one that nobody moved in
+        same(anchors, [[params[n] for n in trained] for params in rounds])
 
 
 OUTERS = {
@@ -427,7 +442,7 @@ def beside_ddp(rank: int, inners: list[str]) -> list[Any]:
 
 def test_torchs_ddp_on_plain_models() -> None:
     """Warm-up and interval 1 beside DDP itself; and ``ddp`` of this file is DDP."""
-    inners = ["momentum", "adamw", "adagrad", "rmsprop"]
+    inners = ["momentum", "adamw", "adagrad"]
     learnt = [(inner, lesson) for inner in inners for lesson in LESSONS.values()]
     for got in processes(2, beside_ddp, inners):
         for ours, theirs in got:
@@ -531,7 +546,7 @@ def run(rank: int, course: Course) -> dict[str, Any]:
     buffers; and in the end: params, buffers, counters.
     """
     shards = course.shape[1]
-    grid = mesh(*course.shape)
+    grid = grid_of(course.shape)
     model: Any = seeded(Normed() if course.normed else Net(course.width, course.depth))
     cut = course.cut and [model.get_submodule(name) for name in course.cut]
     if shards > 1:
@@ -558,6 +573,8 @@ def run(rank: int, course: Course) -> dict[str, Any]:
         fields = ("steps", "norms", "out", "weights", "clip", "rolled_back")
         rounds.append({name: getattr(report, name) for name in fields})
         rounds[-1] |= kept(optimizer) | {"buffers": buffers()}
+        if report.rolled_back.all() and len(rounds) > 1:  # momentum alone must not move a model
+            bitwise([rounds[-1][key] for key in KEPT], [rounds[-2][key] for key in KEPT])
 
     optimizer.register_round_hook(record)
     stream = (course.streams or range(course.shape[0]))[rank // shards]
@@ -602,7 +619,7 @@ MILD = [*FINITE, 0.0, 1e-200, NAN, INF]
 WILD = [*MILD, 30.0, 1e4, -1e9, 1e160]
 
 
-FEW = [(2, 1), (2, 1), (3, 1), (1, 1)]
+FEW = [(2, 1), (2, 1), (2, 1), (3, 1), (1, 1)]
 
 
 @st.composite
@@ -643,22 +660,21 @@ def test_weights_are_a_mean_or_nothing_whatever_happens(data: st.DataObject, pen
         assert all(p.isfinite().all() for p in one["params"])
 
 
-@given(course=courses(FEW, WILD), normed=st.booleans())
-def test_offload_changes_no_bit(course: Course, normed: bool) -> None:
+HOW = st.fixed_dictionaries(
+    {"offload": st.sampled_from([None, "cpu"]), "prefetch": st.sampled_from([0, 1, 3])}
+)
+
+
+@given(course=courses(FEW, WILD), normed=st.booleans(), how=HOW)
+def test_offload_and_prefetch_change_no_bit(course: Course, normed: bool, how: Any) -> None:
     course = replace(course, normed=normed)
-    bitwise(outcome(replace(course, offload="cpu")), outcome(course))
-
-
-@given(course=courses(FEW, WILD), prefetches=st.permutations([0, 1, 3]))
-def test_prefetch_changes_no_bit(course: Course, prefetches: list[int]) -> None:
-    first, second = (outcome(replace(course, prefetch=prefetch)) for prefetch in prefetches[:2])
-    bitwise(first, second)
+    bitwise(outcome(replace(course, **how)), outcome(course))
 
 
 @few(16)
-@given(course=courses([(2, 2)], WILD, members=2), other=st.sampled_from([0, 1, 3]))
-def test_offload_and_prefetch_change_no_bit_on_fsdp2(course: Course, other: int) -> None:
-    bitwise(outcome(replace(course, offload="cpu", prefetch=other)), outcome(course))
+@given(course=courses([(2, 2)], WILD, members=2), how=HOW)
+def test_offload_and_prefetch_change_no_bit_on_fsdp2(course: Course, how: Any) -> None:
+    bitwise(outcome(replace(course, **how)), outcome(course))
 
 
 MODULES = ["up", "head", *(f"blocks.{i}{part}" for i in range(2) for part in ("", ".lin", ".norm"))]
@@ -691,7 +707,7 @@ def test_the_order_of_replicas_does_not_matter(data: st.DataObject) -> None:
     # A bias before BatchNorm has a gradient of rounding errors, of which AdamW would make steps. And the
     # warm-up ends with the buffers of replica 0, as DDP's.
     fixed: Any = {"normed": True, "inner": "momentum", "warmup": 0} if data.draw(st.booleans()) else {}
-    course = data.draw(courses([(2, 1), (3, 1)], MILD, **fixed))
+    course = data.draw(courses([(2, 1), (2, 1), (3, 1)], MILD, **fixed))
     streams = tuple(data.draw(st.permutations(range(course.shape[0]))))
     a, b = outcome(course), outcome(replace(course, streams=streams))
     for replica, stream in enumerate(streams):
@@ -706,7 +722,8 @@ def test_the_order_of_replicas_does_not_matter(data: st.DataObject) -> None:
 @given(data=st.data())
 def test_sharded_is_unsharded(data: st.DataObject) -> None:
     """For any number of shards, uneven and empty ones among them: with the same data, the same course."""
-    course = data.draw(courses([(2, 1), (1, 1)], MILD, members=4))
+    penalty = data.draw(st.sampled_from(PENALTIES[2:4]))  # those that clip
+    course = data.draw(courses([(2, 1), (1, 1)], MILD, members=4, penalty=penalty))
     shards = data.draw(st.sampled_from([2, 4]))
     plain = outcome(course)
     got = outcome(replace(course, shape=(course.shape[0], shards)))
@@ -716,9 +733,7 @@ def test_sharded_is_unsharded(data: st.DataObject) -> None:
         same(whole([one["params"] for one in mine]), expected["params"])
         for number, there in enumerate(expected["rounds"]):
             here = dict(mine[0]["rounds"][number])
-            here |= {
-                key: whole([one["rounds"][number][key] for one in mine]) for key in ("anchor", "momentum")
-            }
+            here |= {key: whole([one["rounds"][number][key] for one in mine]) for key in KEPT}
             same(here, there)
 
 
@@ -729,7 +744,11 @@ def test_sharded_is_unsharded(data: st.DataObject) -> None:
 def test_a_replica_that_is_out_has_no_influence(data: st.DataObject) -> None:
     """Its round may end in NaN, in Inf or in a spike, from data or from gradients, sooner or later: nobody
     sees a difference, and it goes on from the same place."""
-    replicas, interval, round = data.draw(st.sampled_from([2, 2, 3])), data.draw(st.integers(1, 2)), 2
+    replicas, interval, round = (
+        data.draw(st.sampled_from([2, 2, 2, 3])),
+        data.draw(st.sampled_from([1, 1, 2])),
+        2,
+    )
     inner = data.draw(st.sampled_from(["sgd", "adamw"]))
     steps = (interval * 3 + data.draw(st.integers(0, 1)),) * replicas
     penalty = replace(
@@ -763,13 +782,18 @@ def test_a_replica_that_is_out_has_no_influence(data: st.DataObject) -> None:
             if number == round:
                 assert one["out"][list(out)].all()
                 assert len(out) < replicas or one["rolled_back"].all()
+        assert all(p.isfinite().all() for step in here["history"][round * interval :] for p in step)  # healed
         bitwise(here["params"], there["params"])
 
 
 @given(data=st.data())
 def test_a_replica_without_steps_has_no_influence(data: st.DataObject) -> None:
     """Nor on buffers: as little as one that is not finite, which may have called ``sync()`` later."""
-    replicas, interval, rounds = data.draw(st.sampled_from([2, 2, 3])), data.draw(st.integers(1, 2)), 2
+    replicas, interval, rounds = (
+        data.draw(st.sampled_from([2, 2, 2, 3])),
+        data.draw(st.sampled_from([1, 1, 2])),
+        2,
+    )
     out = data.draw(st.sets(st.integers(0, replicas - 1), min_size=1, max_size=replicas - 1))
     base = Course((replicas, 1), (rounds * interval,) * replicas, interval=interval, normed=True,
                   inner=data.draw(st.sampled_from(["sgd", "adamw"])),
@@ -787,6 +811,37 @@ def test_a_replica_without_steps_has_no_influence(data: st.DataObject) -> None:
             bitwise([one[kind] for kind in kinds], [other[kind] for kind in kinds])
         assert here["rounds"][rounds - 1]["out"][list(out)].all()
         assert here["total"] == there["total"] - interval * len(out)
+
+
+def spiked(rank: int, factor: float) -> Values:
+    model = seeded(Normed())
+    penalty = edit.PseudoGradientPenalty(edit.EMAZTest(0.02, 1e6, warmup_rounds=1))
+    optimizer = edit.LocalSGDOptimizer(model, torch.optim.SGD, lr=LR, schedule=EVERY_STEP, penalty=penalty)
+    reports: list[edit.RoundReport] = []
+    optimizer.register_round_hook(reports.append)
+    for step in range(3):
+        spike = factor if (rank, step) == (1, 2) else 1.0
+        x, y = batch(step, rank)
+        F.mse_loss(model(x * spike), y * spike).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.sync()
+    assert reports[2].out.flatten().tolist() == [False, True]
+    return [*values(model), model.bn.running_mean, model.bn.running_var]
+
+
+@pytest.mark.xfail(
+    strict=True, reason="ALGORITHM.md averages the finite buffers of a replica that is out, too"
+)
+def test_a_spiked_replica_has_no_influence_on_buffers() -> None:
+    bitwise(threads(2, spiked, 1e4), threads(2, spiked, 1e6))
+
+
+@pytest.mark.xfail(strict=True, reason="zeros that zero_grad(set_to_none=False) left are taken for gradients")
+def test_a_layer_that_a_forward_skips_is_no_reason_to_warn() -> None:
+    run = partial(taught, schedule=EVERY_STEP, outer=edit.Average(), penalty=None)
+    lesson = Lesson(1, [[[(0, 1)]], [[(0,)]]], to_none=False)
+    same(run(0, lesson, None, "sgd")[1][-1], ddp(lesson, INNERS["sgd"])[-1])
 
 
 # --------------------------------------------------------------------------- sync() at any time, any skips
@@ -812,9 +867,9 @@ class Walk:
 
 @st.composite
 def walks(draw: st.DrawFn, shapes: list[tuple[int, int]]) -> Walk:
-    shape, parts = draw(st.sampled_from(shapes)), draw(st.integers(1, 3))
+    shape, parts = draw(st.sampled_from(shapes)), draw(st.sampled_from([1, 2, 2, 3]))
     act = st.sampled_from(["step", "step", "step", "skip", "look", "more"])
-    part = st.lists(act, max_size=4) | st.just(["step"] * 6) | st.just([])
+    part = st.lists(act, max_size=4) | st.just(["step"] * 5) | st.just([])
     return Walk(
         shape,
         [[draw(part) for _ in range(parts)] for _ in range(shape[0])],
@@ -835,7 +890,7 @@ def walked(rank: int, walks: list[Walk]) -> list[Any]:
 
 def _walk(rank: int, walk: Walk) -> Iterator[Any]:
     replica, member = divmod(rank, walk.shape[1])
-    grid, model, clock = mesh(*walk.shape), Net(3, 2), Clock()
+    grid, model, clock = grid_of(walk.shape), Net(3, 2), Clock()
     seeded(model)
     if walk.shape[1] > 1:
         shard(model, grid)
@@ -891,7 +946,7 @@ def test_skipped_steps_and_syncs_at_any_time_on_fsdp2(walk: Walk) -> None:
 def test_skipped_steps_and_syncs_at_any_time_between_processes(
     shape: tuple[int, int], data: st.DataObject
 ) -> None:
-    several = data.draw(st.lists(walks([shape]), min_size=2, max_size=6))
+    several = data.draw(st.lists(walks([shape]), min_size=2, max_size=5))
     got = processes(shape[0] * shape[1], walked, several, timeout=45)
     for number, walk in enumerate(several):
         meet(walk, [one[number] for one in got])
