@@ -837,7 +837,6 @@ def test_a_spiked_replica_has_no_influence_on_buffers() -> None:
     bitwise(threads(2, spiked, 1e4), threads(2, spiked, 1e6))
 
 
-@pytest.mark.xfail(strict=True, reason="zeros that zero_grad(set_to_none=False) left are taken for gradients")
 def test_a_layer_that_a_forward_skips_is_no_reason_to_warn() -> None:
     run = partial(taught, schedule=EVERY_STEP, outer=edit.Average(), penalty=None)
     lesson = Lesson(1, [[[(0, 1)]], [[(0,)]]], to_none=False)

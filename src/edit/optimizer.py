@@ -266,7 +266,11 @@ class LocalSGDOptimizer(WrappedOptimizer):
         """Do what no forward has reached; nothing is gathered or hooked until the next launch."""
         if self._due:
             left = self._layers[self._decided().done :]
-            stale = [layer.name for layer in left if any(p.grad is not None for p in layer.params)]
+            stale = [
+                layer.name
+                for layer in left
+                if any(p.grad is not None and local(p.grad).any() for p in layer.params)
+            ]
             self._advance(len(self._layers) - 1)
             if stale and not asked:
                 warnings.warn(
