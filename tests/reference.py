@@ -384,7 +384,12 @@ class Reference:
             done.stepped.append(moved)
             done.clip.append(factor)
 
-        self.merge_buffers(s)
+        # Choice: whoever is out in every layer (or weighs nothing) has no part in the buffers either.
+        part = [
+            any(done.weights[i][l] > 0 or (G[i][l] == 0 and not done.out[i][l]) for l in range(L))
+            for i in range(R)
+        ]
+        self.merge_buffers([s_i if p else 0 for s_i, p in zip(s, part, strict=True)])
         self.s = [0] * R
         done.statistics = copy.deepcopy(self.statistics)
         self.rounds.append(done)

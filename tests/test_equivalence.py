@@ -830,9 +830,6 @@ def spiked(rank: int, factor: float) -> Values:
     return [*values(model), model.bn.running_mean, model.bn.running_var]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="ALGORITHM.md averages the finite buffers of a replica that is out, too"
-)
 def test_a_spiked_replica_has_no_influence_on_buffers() -> None:
     bitwise(threads(2, spiked, 1e4), threads(2, spiked, 1e6))
 

@@ -11,8 +11,9 @@ from .comm import local
 class Buffers:
     """The persistent buffers of a model, averaged once per round.
 
-    Floating-point buffers become, tensor by tensor, the mean over the replicas that made a step and whose
-    tensor is finite; if there is none, the value of the last round. Others are taken from replica 0.
+    Floating-point buffers become, tensor by tensor, the mean over the replicas that made a step, are not out
+    in every layer, and whose tensor is finite; if there is none, the value of the last round. Others are
+    taken from replica 0.
 
     ``agreed`` holds the values of the last round, one tensor per buffer.
     """
@@ -35,37 +36,41 @@ class Buffers:
         return [local(getattr(owner, key)) for _, owner, key in self._places]
 
     def clone(self) -> list[Tensor]:
-        """Copies of the tensors as they are now."""
-        return [tensor.clone() for tensor in self.tensors()]
+        """Contiguous copies of the tensors as they are now."""
+        return [tensor.clone(memory_format=torch.contiguous_format) for tensor in self.tensors()]
 
     def write(self, values: list[Tensor]) -> None:
         """Set the model's buffers."""
         for tensor, value in zip(self.tensors(), values, strict=True):
             tensor.copy_(value)
 
-    def contribution(self, moved: bool, first: bool) -> Tensor:
+    def contribution(self, counted: bool, first: bool) -> Tensor:
         """What this replica adds to the sum: float64 ``[values of all buffers | 0 or 1 per buffer]``.
 
-        ``moved``: whether this replica made a step since the last round; ``first``: whether it is replica 0.
+        ``counted``: whether this replica has a part in the round; ``first``: whether it is replica 0.
         """
-        tensors = self.tensors()
-        counts = [
-            moved and bool(tensor.isfinite().all()) if tensor.is_floating_point() else first
-            for tensor in tensors
-        ]
-        values = [
-            (tensor.double() if counted else torch.zeros_like(tensor, dtype=torch.float64)).flatten()
-            for tensor, counted in zip(tensors, counts, strict=True)
-        ]
-        return torch.cat([*values, torch.tensor(counts, dtype=torch.float64, device=values[0].device)])
+        values, counts = [], []
+        for tensor in self.tensors():
+            floating = tensor.is_floating_point()
+            numbers = (tensor.flatten() if floating else _as_bytes(tensor)).double()
+            # On the device: nothing is read on the host.
+            count = numbers.isfinite().all() & (counted if floating else first)
+            values.append(torch.where(count, numbers, 0.0))
+            counts.append(count)
+        return torch.cat([*values, torch.stack(counts).double()])
 
     def apply(self, total: Tensor) -> None:
         """Set buffers and ``agreed`` from the sum of all contributions."""
-        counts = total[len(total) - len(self.agreed) :].tolist()
+        counts = total[len(total) - len(self.agreed) :]
         start = 0
         for agreed, count in zip(self.agreed, counts, strict=True):
-            end = start + agreed.numel()
-            if count:
-                agreed.copy_((total[start:end] / count).view_as(agreed))
+            flat = agreed.view(-1) if agreed.is_floating_point() else _as_bytes(agreed)
+            end = start + flat.numel()
+            flat.copy_(torch.where(count > 0, total[start:end] / count, flat))
             start = end
         self.write(self.agreed)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Of any dtype, each as a number that float64 holds exactly; a view where ``tensor`` is contiguous."""
+    return tensor.contiguous().view(-1).view(torch.uint8)

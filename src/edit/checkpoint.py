@@ -70,7 +70,7 @@ def export(opt: LocalSGDOptimizer) -> Entries:
         for key, value in columns.items():
             if _dim(value) == 1:
                 for param, part in zip(layer.params, layer.parts(value), strict=True):
-                    entries[param][key] = sharded_like(param, part.clone())
+                    entries[param][key] = sharded_like(param, part)
             else:
                 for param in layer.params:
                     entries[param][key] = _plain(value)

@@ -43,12 +43,13 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(param: Tensor, part: Tensor) -> Tensor:
-    """``part`` (this rank's, in ``param``'s local shape) placed like ``param``. No communication."""
-    if not isinstance(param, DTensor):
-        return part
-    return DTensor.from_local(
-        part, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
+    """A copy of ``part`` (this rank's, in ``param``'s local shape) placed like ``param``. No communication.
+
+    On ``part``'s device: not ``DTensor.from_local``, which moves it to the mesh's.
+    """
+    placed = torch.empty_like(param.detach(), dtype=part.dtype, device=part.device)
+    local(placed).copy_(part)
+    return placed
 
 
 def copies(param: Tensor, holders: int) -> int:

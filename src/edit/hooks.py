@@ -14,58 +14,54 @@ from .layers import Layer
 
 
 class Gate:
-    """Tells the hooks whether there is anything to do: one plain attribute, so that it costs next to
-    nothing and does not break a compiled graph while there is not."""
+    """What every hook asks before a forward: one plain attribute, so that it costs next to nothing, and does
+    not break a compiled graph, while no round is under way. In a copied or pickled model it stays shut.
 
-    def __init__(self, reach: Callable[[int, nn.Module], None]) -> None:
+    Args:
+        reach: called with the layer's index (-1: none) and the module whose forward begins, while
+            :attr:`open`; a bound method, held weakly: a model must not keep alive an optimizer that nobody
+            else uses.
+    """
+
+    def __init__(self, reach: Callable[[int, nn.Module], None] | None) -> None:
         self.open = False
-        # Weak: a model must not keep an optimizer alive that nobody else uses.
-        self._reach = weakref.WeakMethod(reach)
+        self._reach = weakref.WeakMethod(reach) if reach is not None else None
+        self._places: dict[nn.Module, int] = {}
+
+    def register(self, model: nn.Module, layers: list[Layer]) -> list[Any]:
+        """Hook every layer's modules, every FSDP unit (one without a layer may prefetch others) and the model.
+
+        Returns handles with a ``remove`` method. ``prepend``: FSDP's own pre-forward hook replaces the shards;
+        ours must come before it.
+        """
+        self._places = {module: -1 for module in model.modules() if module is model or is_unit(module)}
+        self._places |= {module: index for index, layer in enumerate(layers) for module in layer.modules}
+        return [
+            module.register_forward_pre_hook(self.before_forward, prepend=True) for module in self._places
+        ]
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """The hook."""
+        if self.open:
+            self._begins(module)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def reach(self, index: int, module: nn.Module) -> None:
-        """The forward of ``module`` begins, which is one of layer ``index`` (-1: of none)."""
-        if (reach := self._reach()) is not None:
-            reach(index, module)
-
-
-class BeforeForward:
-    """Forward pre-hook of a layer. In a copied or pickled model it does nothing."""
-
-    def __init__(self, gate: Gate | None, index: int) -> None:
-        self.gate, self.index = gate, index
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """Before the forward of ``module``."""
-        if self.gate is not None and self.gate.open:
-            self.gate.reach(self.index, module)
+    def _begins(self, module: nn.Module) -> None:
+        if self._reach is not None and (reach := self._reach()) is not None:
+            reach(self._places[module], module)
 
     def __reduce__(self) -> tuple[Any, ...]:  # also what copy.deepcopy asks
-        return BeforeForward, (None, self.index)
-
-
-def register(model: nn.Module, layers: list[Layer], gate: Gate) -> list[Any]:
-    """Hook every layer's modules, every FSDP unit (one without a layer may prefetch others) and the model.
-
-    Returns handles with a ``remove`` method.
-
-    ``prepend``: FSDP's own pre-forward hook replaces the shards; ours must come before it.
-    """
-    places = {module: -1 for module in model.modules() if module is model or is_unit(module)}
-    places |= {module: index for index, layer in enumerate(layers) for module in layer.modules}
-    return [
-        module.register_forward_pre_hook(BeforeForward(gate, index), prepend=True)
-        for module, index in places.items()
-    ]
+        return Gate, (None,)
 
 
 class GradientAverage:
     """Averages gradients over the replicas, complete when ``backward()`` returns, as with DDP.
 
     Of ``fully_shard``ed parameters in FSDP's own hook behind its reduce-scatter, overlapped with the
-    backward and in its order, which must be the same on all replicas. Of others after the last of them has got its gradient: one flat vector per layer, in the order
-    of layers, with one element per parameter that counts on how many replicas it has a gradient, so that
-    replicas may skip different layers of these, and a parameter that none used keeps ``grad=None``.
+    backward and in its order, which must be the same on all replicas. Of others after the last of them has
+    got its gradient: one flat vector per layer, in the order of layers, with one element per parameter that
+    counts on how many replicas it has a gradient, so that replicas may skip different layers of these, and a
+    parameter that none used keeps ``grad=None``.
     """
 
     def __init__(self, layers: list[Layer], replicas: Replicas) -> None:
@@ -101,9 +97,9 @@ class GradientAverage:
             for name, param in zip(layer.names, layer.params, strict=True):
                 if param.grad is not None and param.grad.is_sparse:
                     raise TypeError(f"the gradient of {name} must be dense, but is sparse: use sparse=False")
-            counts = torch.tensor(
-                [param.grad is not None for param in params], dtype=layer.dtype, device=layer.device
-            )
+            # Made on the host and moved: made on a device, it would wait for all that the device has to do.
+            counts = torch.tensor([param.grad is not None for param in params], dtype=layer.dtype)
+            counts = counts.to(layer.device, non_blocking=True)
             parts = [
                 (torch.zeros_like(local(p)) if p.grad is None else local(p.grad)).to(layer.dtype).flatten()
                 for p in params

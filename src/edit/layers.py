@@ -70,40 +70,34 @@ class Layer:
         sizes = [end - start for start, end in self.spans]
         return [part.view(shape) for part, shape in zip(torch.split(flat, sizes), self.shapes, strict=True)]
 
+    def values(self) -> list[Tensor]:
+        """This rank's part of each parameter: shares its storage."""
+        return [local(param) for param in self.params]
+
     def read(self, flat: Tensor) -> Tensor:
         """``flat <- θ``."""
-        parts = [local(param).reshape(-1) for param in self.params]
-        if flat.dtype == self.dtypes[0] and len(set(self.dtypes)) == 1:
-            return torch.cat(parts, out=flat)
-        return flat.copy_(torch.cat([part.to(flat.dtype) for part in parts]))
+        for part, value in zip(self.parts(flat), self.values(), strict=True):
+            part.copy_(value)
+        return flat
 
     def write(self, flat: Tensor) -> None:
         """``θ <- flat``, rounded to the parameters' dtype."""
-        for part, param in zip(self.parts(flat), self.params, strict=True):
-            local(param).copy_(part)
+        for part, value in zip(self.parts(flat), self.values(), strict=True):
+            value.copy_(part)
 
     def pseudo_gradient(self, anchor: Tensor, out: Tensor) -> Tensor:
         """``out <- round(a) - θ``: a replica that did not move has exactly 0, in bf16 too."""
-        self.read(out)
-        if all(dtype == out.dtype for dtype in self.dtypes):
-            return torch.sub(anchor, out, out=out)
-        for a, part, dtype in zip(self.parts(anchor), self.parts(out), self.dtypes, strict=True):
-            torch.sub(a.to(dtype), part, out=part)
+        for a, value, part in zip(self.parts(anchor), self.values(), self.parts(out), strict=True):
+            torch.sub(a.to(value.dtype).to(a.dtype), value, out=part)
         return out
 
     def squares(self, flat: Tensor) -> Tensor:
         """This rank's share of ``‖flat‖²`` over the whole layer: float64, 0-dim, on the layer's device."""
-        return self._share(flat, lambda rows: torch.linalg.vector_norm(rows, dim=1).double().square().sum())
-
-    def magnitude(self, flat: Tensor) -> Tensor:
-        """This rank's share of ``Σ|flat|`` over the whole layer: float64, 0-dim."""
-        return self._share(flat, lambda rows: torch.linalg.vector_norm(rows, 1, dim=1).double().sum())
-
-    def _share(self, flat: Tensor, reduce: object) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=flat.device)
         for start, end, same in self.held:
             for rows in _rows(flat[start:end]):
-                total += reduce(rows) / same  # type: ignore[operator]
+                norms = torch.linalg.vector_norm(rows, dim=1).double()
+                total.add_(norms.dot(norms), alpha=1 / same)
         return total
 
 
@@ -179,6 +173,11 @@ def cut(model: nn.Module, chosen: Sequence[nn.Module] | None = None) -> list[Lay
             layer.plain = [p for p in layer.params if p not in unit_of]
             layers.append(layer)
     _check_units(layers)
+    if len(kinds := {layer.device.type: layer.name for layer in layers}) > 1:
+        raise ValueError(
+            f"model: all layers must be on one kind of device, but they are on several ({kinds}): move the "
+            "model first"
+        )
     return layers
 
 

@@ -20,7 +20,7 @@ from .anchor import Anchor
 from .buffers import Buffers
 from .clock import ReplicaClock
 from .comm import Replicas, gather_early, is_unit, local, prefetched, reshard, unit_key
-from .hooks import Gate, GradientAverage, register
+from .hooks import Gate, GradientAverage
 from .layers import Layer, cut
 from .outer import Nesterov, Outer
 from .penalty import MEAN, Penalty, PseudoGradientPenalty
@@ -103,7 +103,8 @@ class LocalSGDOptimizer(WrappedOptimizer):
     ) -> None:
         # A policy class stands for its defaults.
         self.schedule = cast(Schedule, schedule() if isinstance(schedule, type) else schedule)
-        self.penalty = cast(Penalty, penalty() if isinstance(penalty, type) else penalty or MEAN)
+        penalty = MEAN if penalty is None else penalty
+        self.penalty = cast(Penalty, penalty() if isinstance(penalty, type) else penalty)
         is_policy = isinstance(outer, type) and not issubclass(outer, torch.optim.Optimizer)
         self._make_outer = cast(Outer, outer() if is_policy else outer)  # type: ignore[call-arg]
         self._time: Callable[[], float] = getattr(self.schedule, "clock", lambda: 0.0)
@@ -179,7 +180,8 @@ class LocalSGDOptimizer(WrappedOptimizer):
         data, before an evaluation or an elastic save.
 
         Collective over all ranks. This replica goes on taking part in the others' rounds until all have
-        called; then all are equal and all return. In the warm-up replicas are equal, and it returns at once.
+        called; then all are equal and all return. In the warm-up parameters are equal, and it returns at once;
+        buffers (BatchNorm statistics) are each replica's own until the warm-up ends, as without ``edit``.
 
         Raises:
             SyncError: a rank died, or did not call within the time-out.
@@ -393,7 +395,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         with agree(replicas, "the cut into layers"):
             self._layers: list[Layer] = cut(self.model, self._chosen)
         mine = {
-            "settings": self._settings,
+            "settings": {**self._settings, "inner": type(self.inner).__name__},
             "layers": {layer.name: describe_layer(layer) for layer in self._layers},
         }
         said = compare(replicas, mine)
@@ -424,7 +426,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
 
         for handle in self._handles:
             handle.remove()
-        self._handles = register(self.model, self._layers, self._gate)
+        self._handles = self._gate.register(self.model, self._layers)
         self._units = {
             unit_key(unit): (n, unit) for n, layer in enumerate(self._layers) for unit in layer.units
         }

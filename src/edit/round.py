@@ -23,7 +23,7 @@ from .penalty import Penalty
 State = dict[str, Tensor]
 
 # Behind the L columns of squared norms, one row a replica:
-_STEPS, _FLAGS, _MAGNITUDE, _TIME, _EXTRA = 0, 1, 2, 3, 4
+_STEPS, _STEPS_SQUARED, _FLAGS, _SQUARES, _TIME, _EXTRA = range(6)
 _PROBLEM = 2.0**20  # a rank that cannot take part adds this to the flags, so that all ranks raise
 
 
@@ -121,17 +121,17 @@ class Round:
         self._matrix = torch.zeros(replicas.count, width + _EXTRA, dtype=torch.float64)
         row = self._matrix[replicas.index]
         if self.layers and self.problem is None:
-            squares, magnitudes = [], []
+            squares, anchors = [], []
             for index, layer in enumerate(self.layers):
                 a = self.anchor.fetch(index, layer)
                 delta = layer.pseudo_gradient(a, torch.empty_like(a))
                 squares.append(layer.squares(delta))
-                magnitudes.append(layer.magnitude(a))
+                anchors.append(layer.squares(a))
                 del a, delta
-            measured = torch.stack([*squares, *magnitudes]).cpu()  # the one host read of a round
+            measured = torch.stack([*squares, *anchors]).cpu()  # the one host read of a round
             row[[layer.column for layer in self.layers]] = measured[: len(squares)]
-            row[width + _MAGNITUDE] = measured[len(squares) :].sum()
-        row[width + _STEPS] = steps
+            row[width + _SQUARES] = measured[len(squares) :].sum()
+        row[width + _STEPS], row[width + _STEPS_SQUARED] = steps, steps**2
         row[width + _FLAGS] = float(called) + (_PROBLEM if self.problem else 0.0)
         row[width + _TIME] = time.time() if replicas.member == 0 else 0.0
         with self._traffic("exchange of norms"):
@@ -174,6 +174,13 @@ class Round:
         self.weights = packed[1:start].view_as(weights)
         for value in self._new.values():
             value.copy_(packed[start : (start := start + value.numel())].view_as(value))
+        stood = (self.norms == 0) & (self.steps > 0).unsqueeze(1)
+        self.out = (self.weights == 0) & ~stood
+        # As plain numbers and views, once: to index tensors would be most of the work on a small layer.
+        self._mine = self.weights[replicas.index].tolist()
+        self._left = self.weights.any(0).tolist()
+        self._finite = self.norms[replicas.index].isfinite().tolist()
+        self._verdicts = [(self.memory[key].unbind(-1), new.unbind(-1)) for key, new in self._new.items()]
         self.decided = True
 
     def _check(self, extra: Tensor) -> None:
@@ -185,7 +192,12 @@ class Round:
                 f"round {self.number}: "
                 + (self.problem or f"replica {stopped} cannot take part; see its log")
             )
-        split = [i for i in range(replicas.count) if extra[i, _STEPS] % replicas.members]
+        # S numbers are equal where S times the sum of their squares is the square of their sum.
+        split = [
+            i
+            for i in range(replicas.count)
+            if extra[i, _STEPS_SQUARED] * replicas.members != extra[i, _STEPS] ** 2
+        ]
         if split:
             raise SyncError(
                 f"round {self.number}: the ranks of replica {split} disagree on their number of steps: call "
@@ -193,16 +205,16 @@ class Round:
             )
         # Equal anchors may differ in their last bits where machines differ (a clip's norm summed in
         # another order); by so much and no more. One number per replica finds any real drift.
-        magnitude = extra[:, _MAGNITUDE]
+        squares = extra[:, _SQUARES]
         drifted = [
             i
             for i in range(replicas.count)
-            if not abs(magnitude[i] - magnitude[0]) <= 1e-5 * magnitude[0] / self.elements**0.5
+            if not abs(squares[i] - squares[0]) <= 1e-5 * squares[0] / self.elements**0.5
         ]
         if drifted:
             raise SyncError(
                 f"round {self.number}: the anchor of replica {drifted} differs from replica 0's, or is not "
-                f"finite (sums of magnitudes {magnitude.tolist()}): load the same optimizer state on all "
+                f"finite (sums of squares {squares.tolist()}): load the same optimizer state on all "
                 "replicas; nothing was changed"
             )
 
@@ -214,7 +226,9 @@ class Round:
             return
         self.decide()
         if self._started == 0 and self.buffers.names:
-            total = self.buffers.contribution(self.moved, self.replicas.index == 0)
+            index = self.replicas.index
+            takes_part = self.moved and not bool(self.out[index].all())
+            total = self.buffers.contribution(takes_part, index == 0)
             with self._traffic("averaging buffers"):
                 if (work := self.replicas.start_sum(total)) is not None:
                     work.wait()
@@ -232,9 +246,8 @@ class Round:
     def _start(self, index: int) -> None:
         """``w_i Δ_i``, exactly 0 where this replica is out (0·NaN is not); its sum over the replicas."""
         layer = self.layers[index]
-        w = float(self.weights[self.replicas.index, layer.column])
         flat = torch.empty(layer.numel, dtype=layer.dtype, device=layer.device)
-        if w:
+        if w := self._mine[layer.column]:
             layer.pseudo_gradient(self.anchor.fetch(index, layer), flat).mul_(w)
         else:
             flat.zero_()
@@ -251,9 +264,9 @@ class Round:
         squares = layer.squares(flat)
         with self._traffic("norm of the clip", layer):
             replicas.sum_inside(squares, layer.name)
-        if self.weights[:, layer.column].any():
+        if self._left[layer.column]:
             factor = self.penalty.clip(squares.sqrt())
-            flat.mul_(factor.to(flat.dtype))
+            flat.mul_(factor)
             self._factors[layer.column] = factor
             a = self.anchor.step(index, layer, flat)
         else:
@@ -262,11 +275,11 @@ class Round:
         for unit in layer.units:
             reshard(unit)
         layer.write(a)
-        if not self.norms[replicas.index, layer.column].isfinite():
+        if not self._finite[layer.column]:
             for param in layer.params:
                 self.inner.state.pop(param, None)
-        for key, value in self._new.items():
-            self.memory[key][..., layer.column] = value[..., layer.column]
+        for old, new in self._verdicts:
+            old[layer.column].copy_(new[layer.column])
         del self._flying[index]
 
     @property
@@ -285,14 +298,13 @@ class Round:
             if layer.column not in self._factors:
                 clip[layer.column] = 1.0
         squares = self.weights.square().sum(0)
-        stood = (self.norms == 0) & (self.steps > 0).unsqueeze(1)
         return RoundReport(
             round=self.number,
             layers=self.columns,
             steps=self.steps,
             total_steps=total_steps,
             norms=self.norms,
-            out=(self.weights == 0) & ~stood,
+            out=self.out,
             weights=self.weights,
             effective_replicas=torch.where(squares > 0, 1 / squares, 0.0),
             clip=clip,
