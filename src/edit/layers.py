@@ -76,9 +76,7 @@ class Layer:
 
     def read(self, flat: Tensor) -> Tensor:
         """``flat <- θ``."""
-        for part, value in zip(self.parts(flat), self.values(), strict=True):
-            part.copy_(value)
-        return flat
+        return torch.cat([value.reshape(-1) for value in self.values()], out=flat)
 
     def write(self, flat: Tensor) -> None:
         """``θ <- flat``, rounded to the parameters' dtype."""
@@ -87,8 +85,11 @@ class Layer:
 
     def pseudo_gradient(self, anchor: Tensor, out: Tensor) -> Tensor:
         """``out <- round(a) - θ``: a replica that did not move has exactly 0, in bf16 too."""
-        for a, value, part in zip(self.parts(anchor), self.values(), self.parts(out), strict=True):
-            torch.sub(a.to(value.dtype).to(a.dtype), value, out=part)
+        self.read(out)
+        if all(dtype == out.dtype for dtype in self.dtypes):
+            return torch.sub(anchor, out, out=out)
+        for a, part, dtype in zip(self.parts(anchor), self.parts(out), self.dtypes, strict=True):
+            torch.sub(a.to(dtype), part, out=part)
         return out
 
     def squares(self, flat: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ class Layer:
         return total
 
 
-def _rows(flat: Tensor, width: int = 1024) -> Iterator[Tensor]:
+def _rows(flat: Tensor, width: int = 4096) -> Iterator[Tensor]:
     """``flat`` in rows. Short float32 sums lose nothing, float64 sums of the rows' results nothing more,
     and both cost a twentieth of one long float64 sum, for which torch converts every element."""
     whole = flat.numel() // width * width

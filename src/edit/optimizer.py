@@ -271,10 +271,10 @@ class LocalSGDOptimizer(WrappedOptimizer):
             stale = [
                 layer.name
                 for layer in left
-                if any(p.grad is not None and local(p.grad).any() for p in layer.params)
+                if not asked and any(p.grad is not None and local(p.grad).any() for p in layer.params)
             ]
             self._advance(len(self._layers) - 1)
-            if stale and not asked:
+            if stale:
                 warnings.warn(
                     f"in round {self.rounds} no training forward reached {', '.join(stale[:5])}, so the gradients of "
                     "this step came from its parameters before the round: call the model that LocalSGDOptimizer was "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -41,7 +41,10 @@ class Nesterov:
 
     def __call__(self, params: ParamsT) -> Optimizer:
         """The optimizer of ``params``."""
-        return Momentum(params, lr=self.lr, momentum=self.momentum, nesterov=True)
+        # Fused: one pass over memory, and no vector besides. (torch refuses nesterov=True with momentum 0,
+        # where both are the same.)
+        nesterov = self.momentum > 0
+        return torch.optim.SGD(params, lr=self.lr, momentum=self.momentum, nesterov=nesterov, fused=True)
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Average:
 
     def __call__(self, params: ParamsT) -> Optimizer:
         """The optimizer of ``params``."""
-        return Momentum(params, lr=1.0)
+        return torch.optim.SGD(params, lr=1.0, fused=True)
 
 
 @dataclass(frozen=True)
@@ -83,28 +86,16 @@ class HeavyBall:
 
     def __call__(self, params: ParamsT) -> Optimizer:
         """The optimizer of ``params``."""
-        return Momentum(params, lr=self.lr, momentum=self.momentum, gap=self.gap, clip=self.clip)
+        return HeavyBallOptimizer(params, lr=self.lr, momentum=self.momentum, gap=self.gap, clip=self.clip)
 
 
-class Momentum(Optimizer):
-    """SGD with momentum, as :class:`Nesterov` and :class:`HeavyBall` say; ``m`` is ``momentum_buffer``.
-
-    All in place, a gradient too: ``torch.optim.SGD`` takes one more vector of the largest layer's size for
-    Nesterov's step.
-    """
+class HeavyBallOptimizer(Optimizer):
+    """Steps as :class:`HeavyBall` says. Its settings are in each group; ``m`` is ``momentum_buffer``."""
 
     def __init__(
-        self,
-        params: ParamsT,
-        *,
-        lr: float,
-        momentum: float = 0.0,
-        nesterov: bool = False,
-        gap: float = 1.0,
-        clip: float | None = None,
+        self, params: ParamsT, *, lr: float, momentum: float, gap: float, clip: float | None
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "gap": gap, "clip": clip}
-        super().__init__(params, defaults)
+        super().__init__(params, {"lr": lr, "momentum": momentum, "gap": gap, "clip": clip})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the parameters that have a gradient. Returns what ``closure`` returns."""
@@ -114,27 +105,18 @@ class Momentum(Optimizer):
                 loss = closure()
         with torch.no_grad():
             for group in self.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None:
-                        self._update(param, param.grad, group)
+                for a in group["params"]:
+                    if a.grad is None:
+                        continue
+                    state = self.state[a]
+                    if "momentum_buffer" not in state:
+                        state["momentum_buffer"] = torch.zeros_like(a)
+                    m = state["momentum_buffer"]
+                    m.mul_(group["momentum"]).add_(a.grad, alpha=1 / group["gap"])
+                    if group["clip"] is not None:
+                        m.clamp_(-group["clip"], group["clip"])
+                    a.add_(m, alpha=-group["lr"])
         return loss
-
-    def _update(self, a: Tensor, g: Tensor, group: dict[str, Any]) -> None:
-        lr, beta = group["lr"], group["momentum"]
-        if group["gap"] != 1:
-            g.div_(group["gap"])
-        if beta:
-            m = self.state[a].get("momentum_buffer")
-            if m is None:
-                m = self.state[a]["momentum_buffer"] = g.clone()
-            else:
-                torch.add(g, m, alpha=beta, out=m)
-            if group["clip"] is not None:
-                m.clamp_(-group["clip"], group["clip"])
-            g = g.add_(m, alpha=beta) if group["nesterov"] else m
-        elif group["clip"] is not None:
-            g.clamp_(-group["clip"], group["clip"])
-        a.add_(g, alpha=-lr)
 
 
 def _check_lr_and_momentum(outer: object, lr: str, momentum: str) -> None:
