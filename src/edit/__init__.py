@@ -6,6 +6,7 @@ forward pass. See :class:`LocalSGDOptimizer`. ``edit.monitor`` (TensorBoard) is 
 
 from . import methods
 from .anomaly import AnomalyTest, EMAZTest
+from .checkpoint import export_safetensors, latest, load, save
 from .comm import SyncError
 from .optimizer import LocalSGDOptimizer
 from .outer import Average, HeavyBall, Nesterov, Outer
@@ -29,6 +30,10 @@ __all__ = [
     "RoundReport",
     "Schedule",
     "SyncError",
+    "export_safetensors",
+    "latest",
+    "load",
     "methods",
+    "save",
 ]
 __version__ = "0.1.0"

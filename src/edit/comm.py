@@ -52,6 +52,11 @@ def sharded_like(param: Tensor, part: Tensor) -> Tensor:
     return placed
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is distributed over ranks (a DTensor)."""
+    return isinstance(tensor, DTensor)
+
+
 def copies(param: Tensor, holders: int) -> int:
     """How many of the ``holders`` (the ranks of a replica that hold the layer) have the same elements.
 
@@ -256,6 +261,10 @@ class Replicas:
             if group is not None:
                 dist.destroy_process_group(group)
         self._groups.clear()
+
+    def files_group(self) -> dist.ProcessGroup | None:
+        """The group of all ranks for checkpoint files, made at its first use by all; ``None``: one rank."""
+        return self._group("files", [self.ranks], "cpu")
 
     # Collectives. With one replica, or one rank, there is nobody to talk to and they do nothing.
 

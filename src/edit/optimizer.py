@@ -7,15 +7,17 @@ import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from . import checkpoint
+from . import state as saved
 from .anchor import Anchor
 from .buffers import Buffers
 from .clock import ReplicaClock
@@ -126,6 +128,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         self._fresh: set[nn.Module] = set()  # units written in this forward and not gathered since
         self._in_forward = self._in_consensus = False
         self._failure: BaseException | None = None
+        self._saving: Future[Path] | None = None  # a checkpoint being written in the background
         self._round_hooks: OrderedDict[int, Callable[[RoundReport], None]] = OrderedDict()
 
         self.replicas = Replicas(mesh, timeout)
@@ -138,7 +141,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
                 for unit in units_of(model):
                     reshard(unit)  # after a forward, the parameters would be the gathered ones
                 built = build_inner(inner, model, inner_kwargs)
-                self._outer_keys = checkpoint.probe(self._make_outer)
+                self._outer_keys = saved.probe(self._make_outer)
             super().__init__(built)
             self._gate = Gate(self._reach)
             self._handles: list[RemovableHandle] = []
@@ -344,7 +347,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         self._check_usable()
         with agree(self.replicas, "refresh()"):
             self._check_boundary("refresh()")
-        kept = checkpoint.export(self)
+        kept = saved.export(self)
         memory = {name: {k: v[..., c].clone() for k, v in self._memory.items()} for c, name in
                   enumerate(self._columns)}  # fmt: skip
         before = self._anchor
@@ -354,13 +357,16 @@ class LocalSGDOptimizer(WrappedOptimizer):
         for group, old in zip(self.outer_param_groups, before.outer.param_groups, strict=True):
             group.update({key: value for key, value in old.items() if key != "params"})
         if before.taken:
-            checkpoint.restore(self, kept)
+            saved.restore(self, kept)
         for column, name in enumerate(self._columns):
             for key, value in memory.get(name, {}).items():
                 self._memory[key][..., column] = value
 
     def close(self) -> None:
-        """Remove the hooks and destroy the package's process groups. The model stays as it is."""
+        """Remove the hooks and destroy the package's process groups, after a checkpoint that is being written in
+        the background. The model stays as it is."""
+        if self._saving is not None:
+            wait([self._saving])
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -569,7 +575,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
 
         Saving changes nothing and needs no other rank. Layout: docs/checkpointing.md.
         """
-        return checkpoint.pack(self, self.inner.state_dict())
+        return saved.pack(self, self.inner.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, on every rank its own. A pending round is launched again by the
@@ -581,7 +587,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
             RuntimeError: a round is under way.
         """
         self._check_usable()
-        checkpoint.unpack(self, state_dict)
+        saved.unpack(self, state_dict)
 
     def __repr__(self) -> str:
         settings = "".join(f"  {key}: {value}\n" for key, value in self._settings.items())

@@ -1,0 +1,249 @@
+"""What is saved: the state of a LocalSGDOptimizer as entries of an ordinary optimizer state dict.
+
+Anchor and outer state stand beside the inner state of each parameter, placed like the parameter, so that
+torch's checkpoint tools name and reshard them as they do ``exp_avg``. Detector, counters and the agreed
+buffers stand, as a few tensors, with the first parameter. The keys are always the same, also before the first
+round: what a fresh optimizer does not list, a checkpoint is not asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .anchor import Anchor
+from .comm import local, sharded_like
+from .outer import Outer
+
+if TYPE_CHECKING:
+    from .optimizer import LocalSGDOptimizer
+
+log = logging.getLogger(__name__)
+PREFIX = "edit_"
+ANCHOR, RUN, BEGAN = PREFIX + "anchor", PREFIX + "run", PREFIX + "outer_began"
+OUTER, OPTION, MEMORY, BUFFER = (PREFIX + name for name in ("outer.", "outer_group.", "penalty.", "buffer."))
+OF_RUN = (RUN, OPTION, MEMORY, BUFFER)  # with the first parameter alone
+_VERSION = 1
+Entries = dict[nn.Parameter, dict[str, Any]]
+
+
+def clean(name: str) -> str:
+    """The name that a parameter or buffer has without compilation and activation checkpointing."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
+    """The full name of every parameter; of a tied one the first."""
+    return {param: clean(name) for name, param in model.named_parameters()}
+
+
+def probe(outer: Outer) -> dict[str, Any]:
+    """What ``outer`` keeps for a vector of one element after one step with gradient 0: names and values."""
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = outer([param])
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"outer must return a torch.optim.Optimizer, but returned {optimizer!r}: give Nesterov(), Average() "
+            "or functools.partial(torch.optim.SGD, lr=...)"
+        )
+    param.grad = torch.zeros(1)
+    optimizer.step()
+    kept = optimizer.state.get(param, {})
+    return {key: value for key, value in kept.items() if isinstance(value, Tensor | int | float)}
+
+
+@torch.no_grad()
+def export(opt: LocalSGDOptimizer) -> Entries:
+    """Anchor and outer state by parameter, placed like the parameter: copies.
+
+    Not views into the flat vectors: torch 2.13's ``Tensor.__reduce_ex__`` takes a DTensor whose local part has a
+    storage offset for an ordinary tensor, and cannot save it.
+    """
+    entries: Entries = {}
+    if not opt._anchor.taken:
+        opt._anchor.take(opt._layers)  # of no meaning, but of the right shape; taken again when it has one
+        opt._anchor.taken = False
+    opt._anchor.synchronise()
+    for index, layer in enumerate(opt._layers):
+        flat, kept = opt._anchor.flats[index].data, opt._anchor.state_of(index)
+        columns = {ANCHOR: flat}
+        for key, example in opt._outer_keys.items():
+            value = kept.get(key, example)
+            if isinstance(value, Tensor) and value.dim() == 1:
+                value = value if key in kept else torch.zeros_like(flat)
+            columns[OUTER + key] = value
+        for param in layer.params:
+            entries[param] = {BEGAN: torch.tensor(bool(kept))}
+        for key, value in columns.items():
+            if _dim(value) == 1:
+                for param, part in zip(layer.params, layer.parts(value), strict=True):
+                    entries[param][key] = sharded_like(param, part)
+            else:
+                for param in layer.params:
+                    entries[param][key] = _plain(value)
+    return entries
+
+
+@torch.no_grad()
+def restore(opt: LocalSGDOptimizer, entries: Entries) -> None:
+    """Copy what :func:`export` gave into anchor and outer state. New parameters start with an outer state of 0
+    in a layer where others have one."""
+    opt._anchor.take(opt._layers)
+    for index, layer in enumerate(opt._layers):
+        flat = opt._anchor.flats[index]
+        for param, part in zip(layer.params, layer.parts(flat.data), strict=True):
+            if param in entries:
+                part.copy_(local(entries[param][ANCHOR]))
+        began = [entries[param] for param in layer.params if param in entries and entries[param][BEGAN]]
+        if not began:
+            continue
+        if missing := [key for key in opt._outer_keys if OUTER + key not in began[0]]:
+            log.warning("the outer optimizer of the saved state kept no %s: its state starts afresh", missing)
+            continue
+        kept = opt._anchor.outer.state[flat]
+        for key, example in opt._outer_keys.items():
+            if isinstance(example, Tensor) and example.dim() == 1:
+                kept[key] = torch.zeros_like(flat.data, pin_memory=flat.data.is_pinned())
+                for param, part in zip(layer.params, layer.parts(kept[key]), strict=True):
+                    if OUTER + key in entries.get(param, {}):
+                        part.copy_(local(entries[param][OUTER + key]))
+            else:
+                kept[key] = _plain(began[0][OUTER + key])
+
+
+def _options(anchor: Anchor) -> list[tuple[str, float]]:
+    """The numbers among the outer optimizer's settings: what a schedule may have changed."""
+    group = anchor.outer.param_groups[0]
+    return [(key, value) for key, value in group.items() if type(value) in (int, float)]
+
+
+def _plain(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def pack(opt: LocalSGDOptimizer, inner: dict[str, Any]) -> dict[str, Any]:
+    """The state dict: ``inner``'s with this package's entries added."""
+    ids = keys_of(opt.inner.param_groups, inner["param_groups"])
+    states = inner["state"] = dict(inner["state"])
+    for param, entry in export(opt).items():
+        states[ids[param]] = {**states.get(ids[param], {}), **entry}
+    if opt._layers:
+        run: list[float] = [_VERSION, opt.local_steps, opt._steps, opt.rounds, opt.total_steps]
+        run += [opt._due, opt._anchor.taken, opt._time() - opt._last_round, *opt._replica_clock.save()]
+        states[ids[opt._layers[0].params[0]]] |= {
+            RUN: torch.tensor(run, dtype=torch.float64),
+            **{
+                OPTION + key: torch.tensor(float(value), dtype=torch.float64)
+                for key, value in _options(opt._anchor)
+            },
+            **{MEMORY + key: value.clone() for key, value in opt._memory.items()},
+            **{
+                BUFFER + name: value.clone()
+                for name, value in zip(opt._buffers.names, opt._buffers.agreed, strict=True)
+            },
+        }
+    return inner
+
+
+def unpack(opt: LocalSGDOptimizer, state_dict: dict[str, Any]) -> None:
+    """Load what :func:`pack` made. Everything is checked before anything is changed."""
+    groups, states = state_dict["param_groups"], state_dict["state"]
+    ids = keys_of(opt.inner.param_groups, groups)
+    known = set(ids.values())
+    theirs: dict[Any, dict[str, Any]] = {}
+    entries: Entries = {}
+    for param, key in ids.items():
+        state = states.get(key, {})
+        if rest := {name: value for name, value in state.items() if not str(name).startswith(PREFIX)}:
+            theirs[key] = rest
+        if mine := {name: value for name, value in state.items() if str(name).startswith(PREFIX)}:
+            entries[param] = mine
+    theirs |= {key: value for key, value in states.items() if key not in known}
+    first: dict[str, Any] = next((entry for entry in entries.values() if RUN in entry), {})
+    if RUN in first:
+        _check(opt, entries)
+        for name, agreed in zip(opt._buffers.names, opt._buffers.agreed, strict=True):
+            if (value := first.get(BUFFER + name)) is not None and value.shape != agreed.shape:
+                raise ValueError(
+                    f"state_dict must have a buffer {name} of shape {tuple(agreed.shape)}, but has "
+                    f"{tuple(value.shape)}: it is of another model; nothing was loaded"
+                )
+    check_no_round(opt)
+    opt.inner.load_state_dict({**state_dict, "state": theirs})
+    opt._due, opt._steps = False, 0
+    opt._fresh.clear()
+    opt._replica_clock.restart()
+    opt._anchor.forget()
+    if RUN not in first:
+        log.warning("the state dict has no anchor: the model becomes the anchor when the next step begins")
+        opt._gate.open = False
+        return
+    _, local_steps, steps, rounds, total_steps, due, has_anchor, seconds, *clock = first[RUN].tolist()
+    opt.local_steps, opt._steps, opt.rounds = int(local_steps), int(steps), int(rounds)
+    opt.total_steps, opt._due = int(total_steps), bool(due)
+    opt._gate.open = opt._due
+    opt._last_round = opt._time() - seconds
+    opt._replica_clock.load(clock)
+    for key, number in _options(opt._anchor):
+        if OPTION + key in first:
+            opt._anchor.outer.param_groups[0][key] = type(number)(first[OPTION + key].item())
+    opt._set_phase()
+    for key, value in opt._memory.items():
+        saved = first.get(MEMORY + key)
+        if saved is not None and saved.shape == value.shape:
+            value.copy_(saved)
+        else:
+            log.warning("the penalty's %s is of other replicas or layers and starts afresh", key)
+    for name, agreed in zip(opt._buffers.names, opt._buffers.agreed, strict=True):
+        if BUFFER + name in first:
+            agreed.copy_(first[BUFFER + name])
+    if has_anchor:
+        restore(opt, entries)
+
+
+def check_no_round(opt: LocalSGDOptimizer) -> None:
+    """Raise if a round is under way."""
+    if opt._round is not None:
+        raise RuntimeError(
+            "a state must not be loaded while a round is under way, which other replicas take part in: call "
+            "sync() on all ranks first, or load into a new LocalSGDOptimizer; nothing was loaded"
+        )
+
+
+def run_at_anchor(run: Tensor) -> Tensor:
+    """``run`` (the entry :data:`RUN`) of a replica that starts from the anchor."""
+    version, local_steps, _, rounds, total_steps, _, taken, *_ = run.tolist()
+    return run.new_tensor([version, local_steps, 0, rounds, total_steps, 0, taken, 0, 0, -1, -1])
+
+
+def _check(opt: LocalSGDOptimizer, entries: Entries) -> None:
+    for layer in opt._layers:
+        for name, param in zip(layer.names, layer.params, strict=True):
+            entry = entries.get(param, {})
+            flats = {key: value for key, value in entry.items() if key.startswith(OUTER) and _dim(value)}
+            for key, value in {ANCHOR: entry.get(ANCHOR), **flats}.items():
+                if value is None or value.shape != param.shape or local(value).shape != local(param).shape:
+                    raise ValueError(
+                        f"state_dict must have {key} of shape {tuple(param.shape)} for {name}, but has "
+                        f"{'none' if value is None else tuple(value.shape)}: it is of another model; nothing was loaded"
+                    )
+
+
+def _dim(value: Any) -> int:
+    return value.dim() if isinstance(value, Tensor) else 0
+
+
+def keys_of(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> dict[nn.Parameter, Any]:
+    """The key under which each parameter is saved: by order, as in ``Optimizer.load_state_dict``."""
+    params = list(chain.from_iterable(group["params"] for group in groups))
+    keys = list(chain.from_iterable(group["params"] for group in saved))
+    if len(params) != len(keys):
+        raise ValueError(
+            f"state_dict must have the optimizer's {len(params)} parameters, but has {len(keys)}: it is of "
+            "another model or of other parameter groups; nothing was loaded"
+        )
+    return dict(zip(params, keys, strict=True))

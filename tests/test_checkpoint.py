@@ -1,0 +1,620 @@
+"""Checkpoint files: exact and elastic resume, safe saving, what bad files get, export."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn import functional as F
+
+import edit
+from problems import IN, OUT, loss_of, net, seeded
+from ranks import Exited, processes
+from test_state import INTERVAL, METHODS, STEPS, WARMUP, Run, WithBuffers, equal, snapshot, values
+
+SHAPES = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1)]
+
+
+def full(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def state_of(run: Run) -> Any:
+    """Everything that lasts: model with buffers, optimizer with anchor, detector, counters."""
+    return snapshot({"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()})
+
+
+def consensus_of(run: Run) -> dict[str, Tensor]:
+    with run.optimizer.consensus():
+        return {name: full(value) for name, value in run.model.state_dict().items()}
+
+
+# ------------------------------------------------------------------------------------------- exact resume
+
+
+def whole_run(rank: int, folder: Path, method: str, shards: int, at: list[int], make: Any) -> Any:
+    """Train, saving after each step of ``at``; the states after each step, and at the end."""
+    run = Run(rank, method, shards, replicas=4 // shards, model=make)
+    states = []
+    for step in range(STEPS):
+        run.train([step])
+        if step + 1 in at:
+            edit.save(folder / f"{step + 1}", run.model, run.optimizer, {"step": step + 1, "rank": rank})
+        states.append(state_of(run))
+    run.optimizer.sync()
+    return states, state_of(run)
+
+
+def resumed_runs(rank: int, folder: Path, method: str, shards: int, at: list[int], make: Any) -> Any:
+    """A new process resumes from each of the checkpoints in turn."""
+    found = {}
+    for step in at:
+        run = Run(rank, method, shards, replicas=4 // shards, seed=7, model=make)
+        run.clock.now = 1000.0  # another machine's clock
+        extra = edit.load(folder / f"{step}", run.model, run.optimizer)
+        assert extra == {"step": step, "rank": rank}
+        states = [state_of(run)]
+        for later in range(step, STEPS):
+            run.train([later])
+            states.append(state_of(run))
+        run.optimizer.sync()
+        found[step] = states, state_of(run)
+        run.optimizer.close()
+    return found
+
+
+def with_buffers(seed: int) -> nn.Module:
+    return seeded(WithBuffers(), seed)
+
+
+# In the warm-up, at its end, in mid-round, with a round pending and its exchange in flight.
+AT = [1, WARMUP, 3, WARMUP + INTERVAL, 6, WARMUP + 2 * INTERVAL]
+
+
+@pytest.mark.parametrize(
+    ("shards", "make"), [(1, net), (2, net), (1, with_buffers)], ids=["4x1", "2x2", "buffers"]
+)
+@pytest.mark.parametrize("method", list(METHODS))
+def test_resume_is_exact(tmp_path: Path, method: str, shards: int, make: Any) -> None:
+    """Bitwise the run that never stopped, after every step, with each method."""
+    whole = processes(4, whole_run, tmp_path, method, shards, AT, make)
+    again = processes(4, resumed_runs, tmp_path, method, shards, AT, make)
+    for (states, end), found in zip(whole, again, strict=True):
+        for step, (later, last) in found.items():
+            assert len(later) == STEPS - step + 1
+            assert equal(states[step - 1 :], later)
+            assert equal(end, last)
+
+
+def drawn(rank: int, folder: Path, resume: bool) -> Any:
+    """A run whose noise comes from the global random states."""
+    import numpy
+
+    random.seed(5 + rank + resume), torch.manual_seed(5 + rank + resume), numpy.random.seed(5 + rank + resume)
+    run = Run(rank, "edit")
+    scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 2, 0.5)
+    noise = []
+
+    def step(number: int) -> None:
+        x = torch.randn(4, IN, dtype=torch.float64) + random.random() + numpy.random.rand()
+        noise.append(x.sum().item())
+        run.model(x).square().mean().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        scheduler.step()
+
+    if resume:
+        scheduler.load_state_dict(edit.load(folder / "4", run.model, run.optimizer))
+    for number in range(4 if resume else 0, STEPS):
+        step(number)
+        if number == 3:
+            edit.save(folder / "4", run.model, run.optimizer, scheduler.state_dict())
+    return noise[-5:], values(run.model), scheduler.get_last_lr()
+
+
+def test_random_states_and_schedulers_resume(tmp_path: Path) -> None:
+    assert equal(processes(2, drawn, tmp_path, False), processes(2, drawn, tmp_path, True))
+
+
+def not_touched(rank: int, folder: Path, save: bool, background: bool) -> Any:
+    run = Run(rank, "edit-tight")
+    torch.manual_seed(rank)
+    states = []
+    for step in range(STEPS):
+        run.train([step])
+        if save:
+            edit.save(folder / f"{step}", run.model, run.optimizer, background=background)
+        states.append((state_of(run), torch.get_rng_state()))
+    run.optimizer.sync()
+    run.optimizer.close()
+    return states, values(run.model)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_saving_changes_nothing(tmp_path: Path, background: bool) -> None:
+    assert equal(
+        processes(2, not_touched, tmp_path, False, background),
+        processes(2, not_touched, tmp_path, True, background),
+    )
+    assert edit.latest(tmp_path) == tmp_path / f"{STEPS - 1}"
+
+
+# ----------------------------------------------------------------------------------------- elastic resume
+
+
+def begun(rank: int, folder: Path, shape: tuple[int, int], method: str, steps: int) -> Any:
+    run = Run(rank, method, shape[1], replicas=shape[0])
+    run.train(range(steps))
+    before = consensus_of(run)
+    edit.save(folder / "{}x{}".format(*shape), run.model, run.optimizer, rank)
+    outer = {
+        name: full(value)
+        for name, entries in zip(before, run.optimizer.state_dict()["state"].values(), strict=False)
+        for key, value in entries.items()
+        if key == "edit_outer.momentum_buffer"
+    }
+    with run.optimizer.consensus():
+        loss = loss_of(run.model, 0, 0).item()
+    return before, outer, loss, run.optimizer.total_steps, run.optimizer.rounds
+
+
+def went_on(
+    rank: int, folder: Path, shape: tuple[int, int], method: str, others: list[tuple[int, int]]
+) -> Any:
+    found = []
+    for other in others:
+        run = Run(rank, method, shape[1], replicas=shape[0], seed=3)
+        extra = edit.load(folder / "{}x{}".format(*other), run.model, run.optimizer)
+        assert extra == run.replica % other[0] * other[1] + run.member % other[1]
+        live = {name: full(value) for name, value in run.model.state_dict().items()}
+        outer = {
+            name: full(value)
+            for name, entries in zip(live, run.optimizer.state_dict()["state"].values(), strict=False)
+            for key, value in entries.items()
+            if key == "edit_outer.momentum_buffer"
+        }
+        total, rounds, consensus = run.optimizer.total_steps, run.optimizer.rounds, consensus_of(run)
+        loss = loss_of(run.model, 0, 0).item()
+        run.train(range(9, 9 + 2 * INTERVAL))
+        run.optimizer.sync()
+        end = {name: full(value) for name, value in run.model.state_dict().items()}
+        gained = run.optimizer.total_steps - total, run.optimizer.rounds - rounds
+        found.append((live, consensus, outer, loss, total, rounds, gained, end))
+        run.optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("method", "steps"), [("edit-tight", 10), ("edit", WARMUP - 1)], ids=["local", "warmup"]
+)
+def test_elastic_from_every_mesh_to_every_mesh(tmp_path: Path, method: str, steps: int) -> None:
+    """The anchor is bitwise the same, every replica starts from it, and training goes on."""
+    saved = {shape: processes(shape[0] * shape[1], begun, tmp_path, shape, method, steps) for shape in SHAPES}
+    for shape in SHAPES:
+        ranks = processes(shape[0] * shape[1], went_on, tmp_path, shape, method, SHAPES)
+        for number, other in enumerate(SHAPES):
+            before, outer, loss, total, rounds = saved[other][0]
+            for rank in ranks:
+                live, consensus, momentum, at_start, total_then, rounds_then, gained, end = rank[number]
+                assert equal(consensus, before)
+                assert (
+                    equal(live, before) or other == shape
+                )  # which resumes exactly, from its live parameters
+                assert equal(momentum, outer)
+                assert (total_then, rounds_then) == (total, rounds)
+                if other != shape:
+                    assert at_start == pytest.approx(loss, rel=1e-12)
+                assert equal(end, ranks[0][number][-1])
+                assert all(value.isfinite().all() for value in end.values())
+                assert gained[1] >= 1
+                assert gained[0] >= 1
+
+
+# ------------------------------------------------------------------- from plain training, and back to it
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(IN, 7), nn.Linear(7, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.up(x)))
+
+
+def trained(model: nn.Module, optimizer: Any, steps: Any, rank: int) -> None:
+    for step in steps:
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def ddp_then_edit(rank: int, folder: Path) -> Any:
+    """DDP training, saved with DCP alone; from there the local phase; and back to DDP."""
+    model = seeded(Plain(), 0)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.05)
+    trained(ddp, adamw, range(3), rank)
+    dcp.save(
+        dict(zip(("model", "optim"), get_state_dict(model, adamw), strict=True)), checkpoint_id=folder / "ddp"
+    )
+
+    local = seeded(Plain(), 1)
+    optimizer = edit.LocalSGDOptimizer(
+        local, lr=0.05, schedule=edit.EverySteps(2), penalty=None, outer=edit.Average()
+    )
+    parts = dict(zip(("model", "optim"), get_state_dict(local, optimizer.inner), strict=True))
+    dcp.load(parts, checkpoint_id=folder / "ddp")
+    set_state_dict(local, optimizer.inner, model_state_dict=parts["model"], optim_state_dict=parts["optim"])
+    assert equal(values(local), values(model))
+    assert all(equal(optimizer.state[p], adamw.state[q]) for p, q in
+               zip(local.parameters(), model.parameters(), strict=True))  # fmt: skip
+    trained(local, optimizer, range(3, 5), rank)
+    alone = values(local)  # of this replica, before the round
+    optimizer.sync()
+    met = values(local)
+    parts = dict(zip(("model", "optim"), get_state_dict(local, optimizer.inner), strict=True))
+    dcp.save(parts, checkpoint_id=folder / "edit")
+
+    back = seeded(Plain(), 2)
+    adamw = torch.optim.AdamW(back.parameters(), lr=0.05)
+    parts = dict(zip(("model", "optim"), get_state_dict(back, adamw), strict=True))
+    dcp.load(parts, checkpoint_id=folder / "edit")
+    set_state_dict(back, adamw, model_state_dict=parts["model"], optim_state_dict=parts["optim"])
+    assert equal(values(back), met)
+    assert {int(entry["step"]) for entry in adamw.state.values()} == {5}
+    with pytest.raises(ValueError, match=r"must be a checkpoint of edit.save.*optimizer.inner"):
+        edit.load(folder / "ddp", local, optimizer)
+    return alone, met
+
+
+def test_from_plain_training_and_back(tmp_path: Path) -> None:
+    (a, met), (b, met_too) = processes(2, ddp_then_edit, tmp_path)
+    assert equal(met, met_too)
+    assert not equal(a, b)
+    for one, other, mean in zip(a, b, met, strict=True):
+        torch.testing.assert_close(mean, (one + other) / 2, rtol=1e-12, atol=1e-12)
+
+
+def frozen_then_not(rank: int, folder: Path) -> None:
+    """What was frozen when it was saved trains now, and the other way round."""
+    run = Run(rank, "diloco", model=half_frozen)
+    run.train(range(INTERVAL + 1))
+    run.optimizer.sync()
+    edit.save(folder / "1", run.model, run.optimizer)
+    again = Run(rank, "diloco", seed=1, model=other_half_frozen)
+    edit.load(folder / "1", again.model, again.optimizer)
+    assert equal(values(again.model), values(run.model))
+    assert equal(consensus_of(again), consensus_of(run))
+    again.train(range(2 * INTERVAL))
+    again.optimizer.sync()
+
+
+def half_frozen(seed: int) -> nn.Module:
+    model = net(seed)
+    model.up.requires_grad_(False)
+    return model
+
+
+def other_half_frozen(seed: int) -> nn.Module:
+    model = net(seed)
+    model.head.requires_grad_(False)
+    return model
+
+
+def test_frozen_and_unfrozen_between_save_and_load(tmp_path: Path) -> None:
+    processes(2, frozen_then_not, tmp_path)
+
+
+# -------------------------------------------------------------------------------------------- safe saving
+
+
+def marked(run: Run, number: int) -> None:
+    """Everything that is saved becomes ``number``."""
+    with torch.no_grad():
+        for tensor in [*run.model.parameters(), *run.optimizer._anchor.flats]:
+            tensor.fill_(number)
+        for entry in run.optimizer.inner.state.values():
+            for value in entry.values():
+                value.fill_(number)
+        for value in run.optimizer._memory.values():
+            value.fill_(number)
+
+
+def saves_until_killed(rank: int, folder: Path, first: int, delay: float, background: bool) -> None:
+    run = Run(rank, "edit-tight")
+    run.train(range(WARMUP + 1))
+    run.optimizer.sync()
+    threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for number in range(first, first + 10_000):
+        marked(run, number)
+        edit.save(folder / f"{number}", run.model, run.optimizer, number, keep=3, background=background)
+
+
+def loads_the_last(rank: int, folder: Path) -> int:
+    run = Run(rank, "edit-tight", seed=5)
+    path = edit.latest(folder)
+    assert path is not None
+    number = edit.load(path, run.model, run.optimizer)
+    assert path.name == str(number)
+    state = run.optimizer.state_dict()["state"]
+    for value in [
+        *values(run.model),
+        *(entry[key] for entry in state.values() for key in ("edit_anchor", "exp_avg")),
+    ]:
+        assert (value == number).all()
+    assert (state[0]["edit_penalty.mean"] == number).all()
+    return number
+
+
+KILLS = int(os.environ.get("EDIT_KILLS", "6"))
+
+
+def test_killed_while_saving(tmp_path: Path) -> None:
+    """The last complete checkpoint loads, never a mixture. ``EDIT_KILLS=100`` for the thorough count."""
+    chance = random.Random(0)
+    number = 0
+    unfinished = 0
+    for kill in range(KILLS):
+        delay = 0.25 + chance.random()
+        saving = (tmp_path, number + 1, delay, kill % 2 == 1)
+        killed = processes(2, saves_until_killed, *saving, expect_killed=(0, 1))
+        assert {type(end) for end in killed} == {Exited}
+        complete = sorted(
+            int(p.name) for p in tmp_path.iterdir() if (p / ".metadata").is_file() and p.suffix == ""
+        )
+        unfinished += any(p.suffix == ".partial" for p in tmp_path.iterdir())
+        found = set(processes(2, loads_the_last, tmp_path))
+        assert found == {complete[-1]}
+        assert complete[-1] >= number
+        number = complete[-1]
+    assert unfinished  # some hit a save
+    assert number > KILLS
+
+
+def test_pruning_and_latest(tmp_path: Path) -> None:
+    model = net()
+    optimizer = edit.LocalSGDOptimizer(model, lr=0.1)
+    assert edit.latest(tmp_path) is None
+    for name in ("c", "b", "a", "d"):
+        edit.save(tmp_path / name, model, optimizer, keep=2 if name == "d" else None)
+        assert edit.latest(tmp_path) == tmp_path / name
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "d"]
+    (tmp_path / "e.partial").mkdir()
+    shutil.copy(tmp_path / "a" / ".metadata", tmp_path / "e.partial")
+    (tmp_path / "f").mkdir()
+    assert edit.latest(tmp_path) == tmp_path / "d"
+
+
+def fails_in_the_background(rank: int, folder: Path) -> None:
+    run = Run(rank, "edit")
+    first = edit.save(folder / "1", run.model, run.optimizer, background=True)
+    assert first.result() == folder / "1"
+    allowed = limit(2000 if rank == 1 else None)
+    broken = edit.save(folder / "2", run.model, run.optimizer, background=True)
+    assert isinstance(broken.exception(), OSError)
+    limit(allowed)
+    with pytest.raises((OSError, RuntimeError), match="2 could not be written: rank 1"):
+        edit.save(folder / "3", run.model, run.optimizer)
+    edit.save(folder / "3", run.model, run.optimizer)
+    assert edit.latest(folder) == folder / "3"
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "3"]
+
+
+def test_a_failed_save_in_the_background_is_told_by_the_next(tmp_path: Path) -> None:
+    processes(2, fails_in_the_background, tmp_path)
+
+
+def test_in_the_background_of_a_single_process(tmp_path: Path) -> None:
+    model = net()
+    optimizer = edit.LocalSGDOptimizer(model, lr=0.1)
+    assert edit.save(tmp_path / "1", model, optimizer, "more", background=True).result() == tmp_path / "1"
+    assert edit.load(tmp_path / "1", model, optimizer) == "more"
+
+
+# ---------------------------------------------------------------------------------------------- bad files
+
+
+def spoilt(rank: int, folder: Path, error: str) -> None:
+    """The error on every rank; model and optimizer as they were, and still of use."""
+    run = Run(rank, "edit-tight", 2, seed=3)
+    run.train(range(4))
+    run.optimizer.sync()
+    before = state_of(run)
+    with pytest.raises((ValueError, OSError, RuntimeError), match=error):
+        edit.load(folder, run.model, run.optimizer)
+    assert equal(state_of(run), before)
+    run.train(range(4, 4 + INTERVAL))
+    run.optimizer.sync()
+
+
+def written(rank: int, folder: Path) -> None:
+    run = Run(rank, "edit-tight", 2)
+    run.train(range(4))
+    edit.save(folder, run.model, run.optimizer)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "nothing": (shutil.rmtree, "complete checkpoint.*edit.latest"),
+    "no metadata": (lambda path: (path / ".metadata").unlink(), "complete checkpoint.*FileNotFound"),
+    "half of the metadata": (lambda path: truncate(path / ".metadata"), "complete checkpoint"),
+    "half of a file": (
+        lambda path: truncate(path / "__1_0.distcp"),
+        "could not be read, and nothing was changed",
+    ),
+    "a file is missing": (
+        lambda path: (path / "__2_0.distcp").unlink(),
+        "could not be read, and nothing was changed",
+    ),
+    "an empty file": (lambda path: (path / "__3_0.distcp").write_bytes(b""), "could not be read"),
+    "garbage": (lambda path: (path / "__0_0.distcp").write_bytes(os.urandom(200_000)), "could not be read"),
+    "not a checkpoint": (
+        lambda path: (path / ".metadata").write_bytes(pickle.dumps({})),
+        "complete checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_file_changes_nothing(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "1"
+    processes(4, written, path)
+    spoil, error = BAD[what]
+    spoil(path)
+    processes(4, spoilt, path, error)
+
+
+def another_model(rank: int, folder: Path) -> None:
+    for make, error in ((wider, r"shape \(7, 5\), and \(9, 5\) in the model"), (deeper, "has no blocks.2")):
+        run = Run(rank, "edit", model=make)
+        run.train(range(2))
+        before = state_of(run)
+        with pytest.raises((ValueError, RuntimeError), match=error):
+            edit.load(folder, run.model, run.optimizer)
+        assert equal(state_of(run), before)
+        run.optimizer.close()
+
+
+def wider(seed: int) -> nn.Module:
+    return net(seed, width=9)
+
+
+def deeper(seed: int) -> nn.Module:
+    return net(seed, depth=3)
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    processes(4, written, tmp_path / "1")
+    processes(2, another_model, tmp_path / "1")
+
+
+def misused(rank: int, folder: Path) -> None:
+    run = Run(rank, "edit")
+    save = partial(edit.save, folder / "1", run.model, run.optimizer)
+    raises = partial(pytest.raises, (ValueError, RuntimeError))
+    with raises(match="keep must be an int >= 1 or None, but is 0"):
+        save(keep=0)
+    with raises(match="model must be the one that LocalSGDOptimizer was given"):
+        edit.save(folder / "1", net(), run.optimizer)
+    with raises(match="path must be the same on all ranks"):
+        edit.save(folder / f"{rank}", run.model, run.optimizer)
+    assert not list(folder.iterdir())
+    save()
+    with raises(match="path must not exist yet"):
+        save()
+    if rank == 1:  # one rank alone cannot
+        run.optimizer._failure = RuntimeError("of a test")
+    with raises(match=r"can no longer be used: of a test"):
+        edit.save(folder / "2", run.model, run.optimizer)
+    assert sorted(path.name for path in folder.iterdir() if path.suffix == "") == ["1"]
+    run.optimizer._failure = None
+    run.train(range(WARMUP + INTERVAL))
+    with raises(match="while a round is under way.*nothing was loaded"):
+        edit.load(folder / "1", run.model, run.optimizer)
+    run.optimizer.sync()
+
+
+def test_wrong_use_of_files(tmp_path: Path) -> None:
+    processes(2, misused, tmp_path)
+
+
+def limit(size: int | None) -> int | None:
+    """Files of this process may have ``size`` bytes. Returns the last limit."""
+    import resource
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY if size is None else size, hard))
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def limited(rank: int, folder: Path) -> None:
+    run = Run(rank, "edit")
+    run.train(range(WARMUP + 1))
+    before = state_of(run)
+    allowed = limit(2000 if rank == 1 else None)
+    with pytest.raises(
+        (OSError, RuntimeError), match=r"could not be written: rank 1: .*(File too large|unexpected)"
+    ):
+        edit.save(folder / "1", run.model, run.optimizer)
+    assert not list(folder.iterdir())
+    limit(allowed)
+    assert equal(state_of(run), before)
+    edit.save(folder / "1", run.model, run.optimizer)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """Of one rank: the same error on all, nothing left behind, and the next save succeeds."""
+    processes(2, limited, tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------- export
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.block, self.head = (
+            nn.Embedding(8, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 8, bias=False),
+        )
+        self.head.weight = self.embedding.weight
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.block(self.embedding(x))))
+
+
+def exported(rank: int, folder: Path, shards: int) -> Any:
+    if shards == 1:
+        model = seeded(Tied(), 0)
+        optimizer = edit.LocalSGDOptimizer(model, lr=0.05, schedule=edit.EverySteps(2))
+        for step in range(3):
+            tokens = (torch.arange(12).view(2, 6) + rank + step) % 8
+            F.cross_entropy(model(tokens).transpose(1, 2), tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    else:
+        run = Run(rank, "diloco", shards)
+        run.train(range(INTERVAL + 1))
+        model, optimizer = run.model, run.optimizer
+    with optimizer.consensus():
+        edit.export_safetensors(folder, model, max_shard_bytes=500)
+        expected = {name: full(value) for name, value in model.state_dict().items()}
+    optimizer.sync()
+    dist.barrier()
+    return expected
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_exported_weights_load_with_safetensors_alone(tmp_path: Path, shards: int) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    import json
+
+    expected = processes(4 if shards > 1 else 2, exported, tmp_path, shards)[0]
+    expected.pop("head.weight" if shards == 1 else "none", None)  # tied: written once
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    files = {path.name: safetensors.load_file(path) for path in tmp_path.glob("*.safetensors")}
+    assert len(files) > 1
+    assert {name: file for file, tensors in files.items() for name in tensors} == index
+    assert equal({name: files[index[name]][name] for name in expected}, expected)
+    assert index.keys() == expected.keys()
