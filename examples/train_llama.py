@@ -4,6 +4,11 @@
 
 By default the text is Python's own standard library. Every method sees the same windows of it in the same
 order, from the same weights. `local` never synchronises, `mean` is EDiT without its penalty: the controls.
+
+    torchrun --nproc-per-node 4 --max-restarts 3 examples/train_llama.py --out runs/1 --save-every 50 --resume auto
+
+goes on by itself from the newest checkpoint when a rank dies, and also when started again with another number
+of ranks or another --mesh; then give --stop-tokens, and the learning rate follows the tokens.
 """
 
 from __future__ import annotations
@@ -69,6 +74,24 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", 0, "of weights and data", type=int)
     add("--eval-windows", 1024, "held-out windows", type=int)
     add("--out", type=Path, metavar="DIR", help="default: runs/llama-TIME")
+    add(
+        "--save-every",
+        metavar="N",
+        help="steps between checkpoints (a_edit after its warm-up: rounds)",
+        type=int,
+    )
+    add("--keep", 2, "newest checkpoints", type=int)
+    add(
+        "--resume",
+        metavar="auto|PATH",
+        help="auto: the newest complete checkpoint under --out, if there is one",
+    )
+    add(
+        "--stop-tokens",
+        metavar="N",
+        help="tokens of all ranks, instead of --steps, also from a resumed run",
+        type=int,
+    )
     return parser
 
 
@@ -84,6 +107,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, but is {getattr(args, name)}")
     if args.length > SIZES[args.size].max_length:
         parser.error(f"--length must be at most {SIZES[args.size].max_length}, but is {args.length}")
+    plain = {"baseline", "local"} & set(args.methods)
+    if plain and (args.save_every or args.resume or args.stop_tokens):
+        parser.error(f"--save-every, --resume and --stop-tokens are not for {', '.join(sorted(plain))}")
+    if args.resume == "auto" and args.out is None:
+        parser.error("--resume auto needs --out, the same one in every start")
     if args.sync_warmup is None:  # what makes the rest whole rounds
         args.sync_warmup = max(0, args.steps - args.interval * max(1, args.steps * 4 // 5 // args.interval))
     return args
@@ -155,9 +183,11 @@ def make_loader(windows: Windows, batch: int, rank: int, world: int, seed: int) 
     return loader
 
 
-def endless(loader: StatefulDataLoader, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+def endless(
+    loader: StatefulDataLoader, device: torch.device, first: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Tokens and targets, epoch after epoch."""
-    for epoch in itertools.count():
+    for epoch in itertools.count(first):
         loader.sampler.set_epoch(epoch)
         for batch in loader:
             batch = batch.to(device, torch.long)
@@ -224,7 +254,7 @@ def train(
     method: str, args: argparse.Namespace, mesh: DeviceMesh, windows: Windows, held_out: Tensor, out: Path
 ) -> Result:
     """One run of one method."""
-    rank, world, replicas = dist.get_rank(), dist.get_world_size(), mesh["replicate"].size()
+    rank, world, (replicas, members) = dist.get_rank(), dist.get_world_size(), mesh.shape
     model = make_model(method, args, mesh)
     optimizer = make_optimizer(method, args, model, mesh)
     ours = isinstance(optimizer, edit.LocalSGDOptimizer)
@@ -232,6 +262,15 @@ def train(
     reports: list[edit.RoundReport] = []
     losses: list[Tensor] = []
     ahead = 0.0  # steps by which the average replica was ahead of this one at the last round: a_edit only
+    # A run on another mesh goes on where the last one was in tokens; its steps count from `start`.
+    run: dict[str, Any] = {"tokens_before": 0, "steps_before": 0, "start": 0, "epoch": 0, "sent": 0}
+    per_step = args.batch * args.length * members  # tokens of a replica
+    budget = args.stop_tokens / (per_step * replicas) if args.stop_tokens else args.steps
+
+    def tokens_of_all() -> int:
+        """As of the last round, or this step of the warm-up: equal on all ranks."""
+        steps = max(optimizer.total_steps, min(optimizer.local_steps, args.sync_warmup) * replicas)
+        return run["tokens_before"] + (steps - run["steps_before"]) * per_step
 
     def after_round(report: edit.RoundReport) -> None:
         nonlocal ahead
@@ -242,21 +281,58 @@ def train(
 
     def finished() -> bool:
         # Replicas that make different numbers of steps stop after the same round, by their common total.
-        return (optimizer.total_steps / replicas if method == "a_edit" else len(losses)) >= args.steps
+        if args.stop_tokens or method == "a_edit":
+            return tokens_of_all() >= budget * per_step * replicas
+        return len(losses) >= args.steps
 
     def learning_rate(_: int) -> float:
-        done = len(losses) + ahead
+        done = run["tokens_before"] / (per_step * replicas) + len(losses) - run["start"] + ahead
         if done < args.lr_warmup:
             return (done + 1) / (args.lr_warmup + 1)
-        way = min(1.0, (done - args.lr_warmup) / max(1, args.steps - args.lr_warmup))
+        way = min(1.0, (done - args.lr_warmup) / max(1, budget - args.lr_warmup))
         return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * way))
 
     if ours:
         optimizer.register_round_hook(after_round)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
     loader = make_loader(windows, args.batch, rank, world, args.seed)
-    bar = tqdm(total=args.steps, desc=method, unit="step", disable=True if rank else None)
-    for tokens, targets in endless(loader, torch.device(mesh.device_type)):
+    checkpoints = out / method / "checkpoints"
+    if ours and (path := find_checkpoint(args.resume, checkpoints)):
+        extra = edit.load(path, model, optimizer)
+        scheduler.load_state_dict(extra["scheduler"])
+        losses, reports = list(extra["losses"]), extra["reports"]
+        run, ahead = extra["run"], extra["ahead"]
+        if extra["world"] == tuple(mesh.shape):
+            if (len(losses) - run["start"]) % len(loader):  # else an epoch was at its end
+                loader.load_state_dict(extra["loader"])
+        else:
+            epoch = run["epoch"] + (len(losses) - run["start"]) // extra["epoch_steps"]
+            run |= {"tokens_before": extra["tokens"], "steps_before": optimizer.total_steps}
+            run |= {"start": len(losses), "epoch": epoch + 1}
+            ahead = 0.0
+
+    def save() -> None:
+        extra = {
+            "scheduler": scheduler.state_dict(),
+            "loader": loader.state_dict(),
+            "losses": torch.stack(losses).cpu(),
+            "reports": reports,
+            "run": {**run, "sent": run["sent"] + optimizer.bytes_sent},
+            "ahead": ahead,
+            "tokens": tokens_of_all(),
+            "world": tuple(mesh.shape),
+            "epoch_steps": len(loader),
+        }
+        where = checkpoints / f"step-{len(losses):07}"
+        edit.save(where, model, optimizer, extra, keep=args.keep, background=True)
+
+    began = len(losses)
+    bar = tqdm(total=int(budget), initial=began, desc=method, unit="step", disable=True if rank else None)
+    epoch = run["epoch"] + (began - run["start"]) // len(loader)
+    saved_round = optimizer.rounds if ours else 0
+    for tokens, targets in endless(loader, torch.device(mesh.device_type), epoch):
+        if finished():  # as it was saved
+            break
         loss = model(tokens, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), args.grad_norm)
@@ -265,7 +341,15 @@ def train(
         losses.append(loss.detach())
         scheduler.step()
         bar.update(1)
-        if len(losses) == 1:  # the clock starts here: the first step sets things up
+        if args.save_every:
+            # Replicas of a_edit make different numbers of steps: what they all have is rounds.
+            by_rounds = method == "a_edit" and optimizer.rounds > 0
+            if by_rounds and optimizer.rounds > saved_round and optimizer.rounds % args.save_every == 0:
+                saved_round = optimizer.rounds
+                save()
+            elif not by_rounds and len(losses) % args.save_every == 0:
+                save()
+        if len(losses) == began + 1:  # the clock starts here: the first step sets things up
             start = last = time.perf_counter()
         elif board and len(losses) % 10 == 0:
             now = time.perf_counter()
@@ -278,11 +362,11 @@ def train(
             break
     if ours:
         optimizer.sync()
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - start if len(losses) > began else 1.0
     bar.close()
 
     if ours:
-        sent = optimizer.bytes_sent
+        sent = run["sent"] + optimizer.bytes_sent
         with optimizer.consensus():
             perplexity = evaluate(model, held_out, args.batch, None)
         optimizer.close()
@@ -299,8 +383,8 @@ def train(
 
     mine = {
         "perplexity": perplexity,
-        "tokens": len(losses) * tokens.numel(),
-        "speed": (len(losses) - 1) * tokens.numel() / seconds,
+        "tokens": run["tokens_before"] / world + (len(losses) - run["start"]) * args.batch * args.length,
+        "speed": (len(losses) - began - 1) * args.batch * args.length / seconds,
         "sent": sent / 1e6,
         "waited": sum(report.seconds_waited for report in reports),
     }
@@ -317,6 +401,15 @@ def train(
         [sum(step) / world for step in zip(*(curve for _, curve in everyone), strict=False)],
         [report for report in reports if report.steps.any()],  # without the last, in which all just meet
     )
+
+
+def find_checkpoint(resume: str | None, checkpoints: Path) -> Path | None:
+    """The one that is asked for, or the newest one; the same on all ranks."""
+    if resume != "auto":
+        return Path(resume) if resume else None
+    found = [edit.latest(checkpoints)]
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
 @torch.no_grad()
@@ -427,7 +520,9 @@ def main() -> None:
     """All methods asked for, in turn."""
     args = parse()
     mesh = start(args)
-    out = args.out or Path("runs", time.strftime("llama-%Y%m%d-%H%M%S"))  # used by rank 0 alone
+    named = [args.out or Path("runs", time.strftime("llama-%Y%m%d-%H%M%S"))]
+    dist.broadcast_object_list(named)
+    out = named[0]
     training, unseen = (Windows(text, args.length) for text in load_text(args.data))
     number = min(len(unseen), args.eval_windows)
     held_out = torch.stack([unseen[index * len(unseen) // number] for index in range(number)])

@@ -7,6 +7,8 @@ import pickle
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -618,3 +620,27 @@ def test_exported_weights_load_with_safetensors_alone(tmp_path: Path, shards: in
     assert {name: file for file, tensors in files.items() for name in tensors} == index
     assert equal({name: files[index[name]][name] for name in expected}, expected)
     assert index.keys() == expected.keys()
+
+
+# ------------------------------------------------------------------------------------------ a killed rank
+
+
+def under_torchrun(folder: Path, how: str) -> Any:
+    folder.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--max-restarts", "1",
+               "--standalone", str(Path(__file__).with_name("killed_rank.py")), str(folder), how]  # fmt: skip
+    # Without it torchrun hands the restarted ranks the store of the dead ones, and gloo connects to those.
+    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(folder / "result.pt"), done.stderr
+
+
+def test_a_killed_rank_under_torchrun(tmp_path: Path) -> None:
+    """SIGKILL in the middle of a round; it resumes by itself and ends bitwise where the undisturbed run does."""
+    undisturbed, _ = under_torchrun(tmp_path / "a", "undisturbed")
+    killed, said = under_torchrun(tmp_path / "b", "kill")
+    assert (undisturbed["restarts"], killed["restarts"]) == (0, 1)
+    assert (undisturbed["first"], killed["first"]) == (0, 8)
+    assert "exitcode: -9" in said
+    assert equal(killed["model"], undisturbed["model"])
