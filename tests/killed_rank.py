@@ -1,6 +1,8 @@
-"""Run by torchrun: trains on 2 x 2 ranks, saves, and resumes. On request rank 2 kills itself in the middle of a round.
+"""Run by torchrun: trains replicas of two ranks each, saves, and resumes.
 
-torchrun --nproc-per-node 4 --max-restarts 1 tests/killed_rank.py FOLDER kill|undisturbed
+On request one rank kills itself in the middle of a round, or the torchrun of its node too.
+
+torchrun --nproc-per-node 4 --max-restarts 1 tests/killed_rank.py FOLDER undisturbed|rank|node
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from problems import loss_of, net
 STEPS, INTERVAL = 20, 3
 
 
-def main(folder: Path, kill: bool) -> None:
+def main(folder: Path, kill: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
     model = net()
     for block in model.blocks:
         fully_shard(block, mesh=mesh["shard"])
@@ -41,10 +43,16 @@ def main(folder: Path, kill: bool) -> None:
         first = edit.load(newest[0], model, optimizer)
 
     def die(*_: Any) -> None:
-        if optimizer.rounds == 3:  # layers before this one are done in round 4, later ones are not
+        # Rounds 1, 2, ... run in the forwards after 5, 8, ... steps. Here, in the fourth, the layers before this
+        # one have their new anchors and the later ones do not.
+        if optimizer.local_steps == 14:
+            if kill == "node":
+                os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    if kill and dist.get_rank() == 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    # The second torchrun of two, or the third rank under a single one.
+    victim = os.environ["LOCAL_RANK"] == "0" and "VICTIM" in os.environ if kill == "node" else dist.get_rank() == 2
+    if kill != "undisturbed" and victim and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         model.blocks[1].register_forward_pre_hook(die, prepend=True)
     for step in range(first, STEPS):
         loss_of(model, step, replica, member).backward()
@@ -55,11 +63,11 @@ def main(folder: Path, kill: bool) -> None:
     optimizer.sync()
     whole = [param.full_tensor() for param in model.parameters()]
     if dist.get_rank() == 0:
-        restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        torch.save({"model": whole, "restarts": restarts, "first": first}, folder / "result.pt")
+        restarts, replicas = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), mesh["replicate"].size()
+        torch.save({"model": whole, "restarts": restarts, "replicas": replicas, "first": first}, folder / "result.pt")
     optimizer.close()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] == "kill")
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -7,6 +7,7 @@ import pickle
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -625,22 +626,61 @@ def test_exported_weights_load_with_safetensors_alone(tmp_path: Path, shards: in
 # ------------------------------------------------------------------------------------------ a killed rank
 
 
-def under_torchrun(folder: Path, how: str) -> Any:
-    folder.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--max-restarts", "1",
-               "--standalone", str(Path(__file__).with_name("killed_rank.py")), str(folder), how]  # fmt: skip
+def torchrun(folder: Path, how: str, *flags: str, **env: str) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", *flags]
     # Without it torchrun hands the restarted ranks the store of the dead ones, and gloo connects to those.
-    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(folder / "result.pt"), done.stderr
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | env
+    return subprocess.Popen(
+        [*command, str(Path(__file__).with_name("killed_rank.py")), str(folder), how],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def under_torchrun(folder: Path, how: str, *flags: str) -> tuple[dict[str, Any], str]:
+    job = torchrun(folder, how, "--standalone", "--max-restarts", "1", *flags)
+    _, said = job.communicate(timeout=100)
+    assert job.returncode == 0, said[-3000:]
+    return torch.load(folder / "result.pt"), said
 
 
 def test_a_killed_rank_under_torchrun(tmp_path: Path) -> None:
     """SIGKILL in the middle of a round; it resumes by itself and ends bitwise where the undisturbed run does."""
-    undisturbed, _ = under_torchrun(tmp_path / "a", "undisturbed")
-    killed, said = under_torchrun(tmp_path / "b", "kill")
+    undisturbed, _ = under_torchrun(tmp_path / "a", "undisturbed", "--nproc-per-node", "4")
+    killed, said = under_torchrun(tmp_path / "b", "rank", "--nproc-per-node", "4")
     assert (undisturbed["restarts"], killed["restarts"]) == (0, 1)
-    assert (undisturbed["first"], killed["first"]) == (0, 8)
+    assert (undisturbed["first"], killed["first"]) == (0, 12)
     assert "exitcode: -9" in said
+    # The rank of the other replica waits for its sum, the other rank of the same replica for its scalar.
+    assert "SyncError: round 4, layer blocks.1: sum of pseudo gradients failed on rank 0" in said
+    assert "SyncError: round 4, layer blocks.1: norm of the clip failed on rank 3" in said
     assert equal(killed["model"], undisturbed["model"])
+
+
+def test_a_killed_node_under_torchrun(tmp_path: Path) -> None:
+    """Of two nodes of one replica each, the second dies; the first goes on alone, from the last checkpoint."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = ["--nproc-per-node", "2", "--nnodes", "1:2", "--max-restarts", "1", "--rdzv-backend", "c10d",
+             "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "1", "--local-addr", "127.0.0.1"]  # fmt: skip
+    conf = "last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=3,is_host="
+    folder = tmp_path / "a"
+    first = torchrun(folder, "node", *flags, "--rdzv-conf", conf + "1")
+    second = torchrun(folder, "node", *flags, "--rdzv-conf", conf + "0", VICTIM="1")
+    try:
+        _, said = first.communicate(timeout=100)
+    finally:
+        first.kill()
+        second.kill()
+        second.communicate()
+    assert (first.returncode, second.returncode) == (0, -signal.SIGKILL), said[-3000:]
+    killed = torch.load(folder / "result.pt")
+    assert (killed["restarts"], killed["first"], killed["replicas"]) == (1, 12, 1)
+    # The same from the same checkpoint, with one replica from the start.
+    shutil.copytree(folder / "step-12", tmp_path / "b" / "step-12")
+    alone, _ = under_torchrun(tmp_path / "b", "undisturbed", "--nproc-per-node", "2")
+    assert (alone["restarts"], alone["first"]) == (0, 12)
+    assert equal(killed["model"], alone["model"])
