@@ -1,6 +1,6 @@
-"""Run by torchrun: trains replicas of two ranks each, saves, and resumes.
+"""Run by torchrun: trains replicas of two ranks each, saves, and resumes from the newest checkpoint.
 
-On request one rank kills itself in the middle of a round, or the torchrun of its node too.
+On request one rank kills itself in the middle of a round, or also the torchrun of its node.
 
 torchrun --nproc-per-node 4 --max-restarts 1 tests/killed_rank.py FOLDER undisturbed|rank|node
 """
@@ -25,22 +25,31 @@ from problems import loss_of, net
 STEPS, INTERVAL = 20, 3
 
 
-def main(folder: Path, kill: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
+def is_victim(kill: str) -> bool:
+    """The third rank under a single torchrun, or the first rank of the second torchrun of two; only once."""
+    if kill == "undisturbed" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return False
+    return (
+        "VICTIM" in os.environ and os.environ["LOCAL_RANK"] == "0" if kill == "node" else dist.get_rank() == 2
+    )
+
+
+def train(rank: int, folder: Path, kill: str, shards: int, timeout: float = 20.0) -> Any:
+    """The step it began at, the number of replicas and the parameters at the end; or the error of a round."""
+    mesh = init_device_mesh(
+        "cpu", (dist.get_world_size() // shards, shards), mesh_dim_names=("replicate", "shard")
+    )
     model = net()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
+    if shards > 1:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
     optimizer = edit.LocalSGDOptimizer(model, lr=0.05, mesh=mesh, schedule=edit.EverySteps(INTERVAL, 2), prefetch=0,
-                                       timeout=timedelta(seconds=20))  # fmt: skip
+                                       timeout=timedelta(seconds=timeout))  # fmt: skip
     replica, member = (mesh[name].get_local_rank() for name in ("replicate", "shard"))
-    first = 0
     newest: list[Any] = [edit.latest(folder)]
     dist.broadcast_object_list(newest)
-    if newest[0] is not None:
-        first = edit.load(newest[0], model, optimizer)
+    first = edit.load(newest[0], model, optimizer) if newest[0] else 0
 
     def die(*_: Any) -> None:
         # Rounds 1, 2, ... run in the forwards after 5, 8, ... steps. Here, in the fourth, the layers before this
@@ -50,24 +59,31 @@ def main(folder: Path, kill: str) -> None:
                 os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    # The second torchrun of two, or the third rank under a single one.
-    victim = os.environ["LOCAL_RANK"] == "0" and "VICTIM" in os.environ if kill == "node" else dist.get_rank() == 2
-    if kill != "undisturbed" and victim and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if is_victim(kill):
         model.blocks[1].register_forward_pre_hook(die, prepend=True)
     for step in range(first, STEPS):
-        loss_of(model, step, replica, member).backward()
+        try:
+            loss_of(model, step, replica, member).backward()
+        except edit.SyncError as error:
+            if "TORCHELASTIC_RESTART_COUNT" in os.environ:
+                raise
+            return str(error)
         optimizer.step()
         optimizer.zero_grad()
         if step % 4 == 3:
             edit.save(folder / f"step-{step + 1}", model, optimizer, step + 1)
     optimizer.sync()
-    whole = [param.full_tensor() for param in model.parameters()]
-    if dist.get_rank() == 0:
-        restarts, replicas = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), mesh["replicate"].size()
-        torch.save({"model": whole, "restarts": restarts, "replicas": replicas, "first": first}, folder / "result.pt")
     optimizer.close()
-    dist.destroy_process_group()
+    whole = [p.full_tensor() if shards > 1 else p.detach() for p in model.parameters()]
+    return {"first": first, "replicas": mesh["replicate"].size(), "model": whole}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    directory = Path(sys.argv[1])
+    result = train(dist.get_rank(), directory, sys.argv[2], 2)
+    if dist.get_rank() == 0:
+        restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        torch.save(result | {"restarts": restarts}, directory / "result.pt")
+    dist.destroy_process_group()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import fully_shard
 
 import edit
@@ -338,10 +339,43 @@ def test_symbols_name_the_whole_report_and_all_settings_of_the_penalty() -> None
         assert missing <= {"PseudoGradientPenalty.anomaly"}
 
 
+def test_a_script_that_resumes_prints_what_the_page_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = runnable(ROOT / "docs" / "checkpointing.md")[1][0]
+    execute([code], ROOT / "docs" / "checkpointing.md")
+    said = re.findall(r"^print\(train\(\d+\)\)  # (\d+)", code, re.MULTILINE)
+    assert capsys.readouterr().out.split() == said == ["0", "20"]
+
+
+def test_keys_of_a_folder_are_the_documented_ones(tmp_path: Path) -> None:
+    documented = [
+        name
+        for row in rows(ROOT / "docs" / "checkpointing.md", "## What is in the folder")
+        for name in quoted(row[0])
+    ]
+    shapes = [
+        re.compile(re.sub(r"\b(NAME|KEY|I|M)\b", r"[\\w.]+", name.replace(".", r"\."))) for name in documented
+    ]
+    model = seeded(Normed())
+    next(model.parameters()).requires_grad_(False)
+    optimizer = edit.LocalSGDOptimizer(model, lr=0.1, schedule=edit.EverySteps(1))
+    for step in range(3):
+        x, y = batch(step, 0)
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+    edit.save(tmp_path / "1", model, optimizer)
+    keys = FileSystemReader(tmp_path / "1").read_metadata().state_dict_metadata
+    used = {shape.pattern for key in keys for shape in shapes if shape.fullmatch(key)}
+    assert all(any(shape.fullmatch(key) for shape in shapes) for key in keys)
+    assert len(used) == len(documented) == 6
+
+
 def test_keys_of_a_state_are_the_documented_ones() -> None:
     documented = {
         key.replace("*", "")
-        for row in rows(ROOT / "docs" / "checkpointing.md", "## What has to be saved")
+        for row in rows(ROOT / "docs" / "checkpointing.md", "## The state alone")
         for key in quoted(row[0])
         if key.startswith("edit_")
     }
