@@ -36,7 +36,11 @@ PUBLIC = [
     "RoundReport",
     "Schedule",
     "SyncError",
+    "export_safetensors",
+    "latest",
+    "load",
     "methods",
+    "save",
 ]
 PRESETS = ["a_edit", "diloco", "edit", "post_local_sgd"]
 
