@@ -130,7 +130,11 @@ SETTINGS: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("bad", "kind", "words"), SETTINGS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("bad", "kind", "words"),
+    SETTINGS,
+    ids=[f"{number}-{next(iter(case[0]))}" for number, case in enumerate(SETTINGS)],
+)
 def test_settings(bad: dict[str, Any], kind: type[Exception], words: tuple[str, ...], ranks: int) -> None:
     def fn(rank: int) -> None:
         with pytest.raises(kind) as error:
