@@ -7,8 +7,9 @@ order, from the same weights. `local` never synchronises, `mean` is EDiT without
 
     torchrun --nproc-per-node 4 --max-restarts 3 examples/train_llama.py --out runs/1 --save-every 50 --resume auto
 
-goes on by itself from the newest checkpoint when a rank dies, and also when started again with another number
-of ranks or another --mesh; then give --stop-tokens, and the learning rate follows the tokens.
+goes on by itself from the newest checkpoint when a rank dies (on the CPU with torch 2.13 also set
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, see docs/checkpointing.md), and also when started again with another number of
+ranks or another --mesh; then give --stop-tokens, and the learning rate follows the tokens.
 """
 
 from __future__ import annotations
@@ -102,9 +103,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args.methods = args.compare.split(",") if args.compare else [args.method]
     if unknown := set(args.methods) - set(METHODS):
         parser.error(f"--compare: {', '.join(sorted(unknown))} is none of {', '.join(METHODS)}")
-    for name in ("steps", "batch", "length", "interval", "eval_windows"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, but is {getattr(args, name)}")
+    for name in ("steps", "batch", "length", "interval", "eval_windows", "save_every", "keep", "stop_tokens"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, but is {value}")
     if args.length > SIZES[args.size].max_length:
         parser.error(f"--length must be at most {SIZES[args.size].max_length}, but is {args.length}")
     plain = {"baseline", "local"} & set(args.methods)
@@ -264,13 +265,19 @@ def train(
     ahead = 0.0  # steps by which the average replica was ahead of this one at the last round: a_edit only
     # A run on another mesh goes on where the last one was in tokens; its steps count from `start`.
     run: dict[str, Any] = {"tokens_before": 0, "steps_before": 0, "start": 0, "epoch": 0, "sent": 0}
+    run["warmup"] = args.sync_warmup
     per_step = args.batch * args.length * members  # tokens of a replica
-    budget = args.stop_tokens / (per_step * replicas) if args.stop_tokens else args.steps
+    budget = args.stop_tokens or args.steps * replicas * per_step  # tokens of all
+    whole = budget / (per_step * replicas)  # the same in steps of a replica
 
     def tokens_of_all() -> int:
-        """As of the last round, or this step of the warm-up: equal on all ranks."""
-        steps = max(optimizer.total_steps, min(optimizer.local_steps, args.sync_warmup) * replicas)
-        return run["tokens_before"] + (steps - run["steps_before"]) * per_step
+        """Equal on all ranks; where replicas make different numbers of steps, as of the last round."""
+        steps = len(losses) - run["start"]
+        if method == "a_edit":
+            steps = max(optimizer.total_steps - run["steps_before"], min(steps, run["warmup"]) * replicas)
+        else:
+            steps *= replicas
+        return run["tokens_before"] + steps * per_step
 
     def after_round(report: edit.RoundReport) -> None:
         nonlocal ahead
@@ -279,17 +286,11 @@ def train(
         if board:
             board(report)
 
-    def finished() -> bool:
-        # Replicas that make different numbers of steps stop after the same round, by their common total.
-        if args.stop_tokens or method == "a_edit":
-            return tokens_of_all() >= budget * per_step * replicas
-        return len(losses) >= args.steps
-
     def learning_rate(_: int) -> float:
         done = run["tokens_before"] / (per_step * replicas) + len(losses) - run["start"] + ahead
         if done < args.lr_warmup:
             return (done + 1) / (args.lr_warmup + 1)
-        way = min(1.0, (done - args.lr_warmup) / max(1, budget - args.lr_warmup))
+        way = min(1.0, (done - args.lr_warmup) / max(1, whole - args.lr_warmup))
         return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * way))
 
     if ours:
@@ -309,6 +310,7 @@ def train(
             epoch = run["epoch"] + (len(losses) - run["start"]) // extra["epoch_steps"]
             run |= {"tokens_before": extra["tokens"], "steps_before": optimizer.total_steps}
             run |= {"start": len(losses), "epoch": epoch + 1}
+            run["warmup"] = max(0, args.sync_warmup - optimizer.local_steps)
             ahead = 0.0
 
     def save() -> None:
@@ -327,11 +329,11 @@ def train(
         edit.save(where, model, optimizer, extra, keep=args.keep, background=True)
 
     began = len(losses)
-    bar = tqdm(total=int(budget), initial=began, desc=method, unit="step", disable=True if rank else None)
+    bar = tqdm(total=int(whole), initial=began, desc=method, unit="step", disable=True if rank else None)
     epoch = run["epoch"] + (began - run["start"]) // len(loader)
     saved_round = optimizer.rounds if ours else 0
     for tokens, targets in endless(loader, torch.device(mesh.device_type), epoch):
-        if finished():  # as it was saved
+        if tokens_of_all() >= budget:  # as it was saved
             break
         loss = model(tokens, targets)
         loss.backward()
@@ -343,7 +345,7 @@ def train(
         bar.update(1)
         if args.save_every:
             # Replicas of a_edit make different numbers of steps: what they all have is rounds.
-            by_rounds = method == "a_edit" and optimizer.rounds > 0
+            by_rounds = method == "a_edit" and optimizer.local_steps > args.sync_warmup
             if by_rounds and optimizer.rounds > saved_round and optimizer.rounds % args.save_every == 0:
                 saved_round = optimizer.rounds
                 save()
@@ -358,7 +360,7 @@ def train(
             board.scalar("train/tokens_per_second", 10 * world * tokens.numel() / (now - last), len(losses))
             bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
             last = now
-        if finished():
+        if tokens_of_all() >= budget:
             break
     if ours:
         optimizer.sync()
@@ -451,7 +453,7 @@ def show(results: list[Result], mesh: DeviceMesh) -> None:
         if r.reports:
             clipped = sum(bool((report.clip < 1).any()) for report in r.reports)
             out = sum(int(report.out.sum()) for report in r.reports)
-            norms = torch.stack([report.norms for report in r.reports])
+            norms = torch.cat([report.norms.flatten() for report in r.reports])
             print(
                 f"{r.method}: clip reached in {clipped} of {len(r.reports)} rounds, {out} of {norms.numel()} pseudo "
                 f"gradients left out, their norms {norms.min():.2f}-{norms.max():.2f}, median {norms.median():.2f}"

@@ -7,11 +7,16 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.run import get_args_parser
+
+from ranks import mesh, processes
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -20,6 +25,7 @@ import llama  # noqa: E402
 import train_llama  # noqa: E402
 
 TINY = llama.SIZES["tiny"]
+BASE = "--method edit --size tiny --batch 2 --length 32 --interval 4 --sync-warmup 0 --eval-windows 10"
 
 
 def tokens(batch: int = 2, length: int = 12, seed: int = 0) -> torch.Tensor:
@@ -163,12 +169,89 @@ def test_the_warmup_leaves_whole_rounds_and_most_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--compare", "edit,edti"], ["--interval", "0"], ["--length", "9999"], ["--ste", "3"]]
+    "wrong",
+    [
+        ["--compare", "edit,edti"],
+        ["--interval", "0"],
+        ["--length", "9999"],
+        ["--ste", "3"],
+        ["--save-every", "4", "--compare", "edit,baseline"],
+        ["--out", "x", "--resume", "auto", "--method", "local"],
+        ["--out", "x", "--save-every", "0"],
+        ["--resume", "auto"],
+    ],
 )
 def test_wrong_flags_are_named(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         train_llama.parse(wrong)
     assert wrong[-1].split(",")[-1] in capsys.readouterr().err
+
+
+def run_alone(monkeypatch: pytest.MonkeyPatch, out: Path, *flags: str) -> dict[str, Any]:
+    """The job in this process, as a single rank. Returns the newest checkpoint's ``extra``, and what it came to."""
+    monkeypatch.setattr(sys, "argv", ["", *BASE.split(), "--data", str(EXAMPLES), "--out", str(out), *flags])
+    results: list[train_llama.Result] = []
+    monkeypatch.setattr(train_llama, "show", lambda found, _: results.extend(found))
+    monkeypatch.setattr(train_llama, "plot", lambda *_: None)
+    threads = torch.get_num_threads()
+    train_llama.main()
+    torch.set_num_threads(threads)
+    return vars(results[0])
+
+
+def test_the_job_resumes_exactly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Stopped by hand after 10 steps, in mid-round: losses, rounds and perplexity are those of the whole run."""
+    monkeypatch.setattr(train_llama.edit, "save", stop_after(train_llama.edit.save, 2))
+    with pytest.raises(KeyboardInterrupt):
+        run_alone(monkeypatch, tmp_path / "a", "--steps", "18", "--save-every", "5")
+    dist.destroy_process_group()
+    monkeypatch.undo()
+    resumed = run_alone(monkeypatch, tmp_path / "a", "--steps", "18", "--resume", "auto")
+    whole = run_alone(monkeypatch, tmp_path / "b", "--steps", "18")
+    for name in ("perplexity", "tokens", "losses"):
+        assert resumed[name] == whole[name], name
+    assert len(whole["losses"]) == 18
+    assert [report.round for report in resumed["reports"]] == [1, 2, 3, 4, 5]
+    for mine, theirs in zip(resumed["reports"], whole["reports"], strict=True):
+        assert torch.equal(mine.norms, theirs.norms)
+
+
+def stop_after(save: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """``save``, and Ctrl-C after its ``number``-th call."""
+    left = iter(range(number - 1))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        saved = save(*args, **kwargs)
+        saved.result()
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return saved
+
+    return call
+
+
+def test_the_job_goes_on_with_more_ranks_and_stops_by_tokens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """8 steps of one rank with 2 windows of 32 bytes; then both ranks of two make as many as are left of 1,024."""
+    one = run_alone(monkeypatch, tmp_path, "--steps", "8", "--save-every", "8")
+    assert one["tokens"] == 8 * 2 * 32
+    for two in processes(2, two_replicas, tmp_path):
+        assert two["tokens"] == 1024
+        assert [report.round for report in two["reports"]] == [1, 2]  # the second was due when it was saved
+        assert [report.steps.tolist() for report in two["reports"]] == [[4], [4, 4]]
+    saved = sorted(path.name for path in (tmp_path / "edit" / "checkpoints").iterdir())
+    assert saved == ["step-0000008", "step-0000012"]  # 12 = 8 + (1024 - 512) / 128
+
+
+def two_replicas(rank: int, out: Path) -> dict[str, Any]:
+    flags = f"{BASE} --resume auto --stop-tokens 1024 --save-every 4"
+    args = train_llama.parse([*flags.split(), "--data", str(EXAMPLES), "--out", str(out)])
+    training, unseen = (train_llama.Windows(text, args.length) for text in train_llama.load_text(args.data))
+    held_out = torch.stack([unseen[index] for index in range(4)])
+    found = train_llama.train("edit", args, mesh(2, 1), training, held_out, out)
+    train_llama.show([found], mesh(2, 1))  # its reports are of different numbers of replicas
+    return vars(found)
 
 
 def test_two_methods_under_torchrun(tmp_path: Path) -> None:
