@@ -92,7 +92,16 @@ def test_a_copy_trains_and_passes_the_suite(tmp_path: Path) -> None:
     shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__", "monitor.py"))
     (copy.parent / "__init__.py").touch()
     path = os.pathsep.join(map(str, (tmp_path, TESTS)))
-    settings = ["-p", "no:cacheprovider", "--hypothesis-seed=0", "-x", "-W", "ignore:Module already imported"]
+    settings = [
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "0",
+        "--hypothesis-seed=0",
+        "-x",
+        "-W",
+        "ignore:Module already imported",
+    ]
     done = subprocess.run(
         [sys.executable, "-c", TRAINING + SUITE, SOURCE, *settings, *(TESTS / name for name in PART)],
         env=os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_PROFILE": "few"},
