@@ -265,18 +265,15 @@ def train(
     ahead = 0.0  # steps by which the average replica was ahead of this one at the last round: a_edit only
     # A run on another mesh goes on where the last one was in tokens; its steps count from `start`.
     run: dict[str, Any] = {"tokens_before": 0, "steps_before": 0, "start": 0, "epoch": 0, "sent": 0}
-    run["warmup"] = args.sync_warmup
     per_step = args.batch * args.length * members  # tokens of a replica
     budget = args.stop_tokens or args.steps * replicas * per_step  # tokens of all
     whole = budget / (per_step * replicas)  # the same in steps of a replica
 
     def tokens_of_all() -> int:
         """Equal on all ranks; where replicas make different numbers of steps, as of the last round."""
-        steps = len(losses) - run["start"]
+        steps = (len(losses) - run["start"]) * replicas
         if method == "a_edit":
-            steps = max(optimizer.total_steps - run["steps_before"], min(steps, run["warmup"]) * replicas)
-        else:
-            steps *= replicas
+            steps = optimizer.total_steps - run["steps_before"]
         return run["tokens_before"] + steps * per_step
 
     def after_round(report: edit.RoundReport) -> None:
@@ -301,7 +298,7 @@ def train(
     if ours and (path := find_checkpoint(args.resume, checkpoints)):
         extra = edit.load(path, model, optimizer)
         scheduler.load_state_dict(extra["scheduler"])
-        losses, reports = list(extra["losses"]), extra["reports"]
+        losses, reports = list(extra["losses"].to(mesh.device_type)), extra["reports"]
         run, ahead = extra["run"], extra["ahead"]
         if extra["world"] == tuple(mesh.shape):
             if (len(losses) - run["start"]) % len(loader):  # else an epoch was at its end
@@ -310,10 +307,9 @@ def train(
             epoch = run["epoch"] + (len(losses) - run["start"]) // extra["epoch_steps"]
             run |= {"tokens_before": extra["tokens"], "steps_before": optimizer.total_steps}
             run |= {"start": len(losses), "epoch": epoch + 1}
-            run["warmup"] = max(0, args.sync_warmup - optimizer.local_steps)
             ahead = 0.0
 
-    def save() -> None:
+    def save(name: str) -> None:
         extra = {
             "scheduler": scheduler.state_dict(),
             "loader": loader.state_dict(),
@@ -325,8 +321,7 @@ def train(
             "world": tuple(mesh.shape),
             "epoch_steps": len(loader),
         }
-        where = checkpoints / f"step-{len(losses):07}"
-        edit.save(where, model, optimizer, extra, keep=args.keep, background=True)
+        edit.save(checkpoints / name, model, optimizer, extra, keep=args.keep, background=True)
 
     began = len(losses)
     bar = tqdm(total=int(whole), initial=began, desc=method, unit="step", disable=True if rank else None)
@@ -348,9 +343,9 @@ def train(
             by_rounds = method == "a_edit" and optimizer.local_steps > args.sync_warmup
             if by_rounds and optimizer.rounds > saved_round and optimizer.rounds % args.save_every == 0:
                 saved_round = optimizer.rounds
-                save()
+                save(f"round-{saved_round:06}")
             elif not by_rounds and len(losses) % args.save_every == 0:
-                save()
+                save(f"step-{len(losses):07}")
         if len(losses) == began + 1:  # the clock starts here: the first step sets things up
             start = last = time.perf_counter()
         elif board and len(losses) % 10 == 0:

@@ -22,14 +22,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
 
 import edit
 import killed_rank
-from problems import IN, OUT, loss_of, net, seeded
+from problems import IN, OUT, Net, loss_of, net, seeded
 from ranks import Exited, processes
-from test_state import INTERVAL, METHODS, STEPS, WARMUP, Run, WithBuffers, equal, snapshot, values
+from test_state import INTERVAL, METHODS, STEPS, WARMUP, Run, equal, snapshot, values
 
 # EDIT_THOROUGH=1 runs every combination, and 100 kills: half an hour instead of two minutes.
 THOROUGH = "EDIT_THOROUGH" in os.environ
@@ -88,8 +89,19 @@ def resumed_runs(rank: int, folder: Path, method: str, shards: int, at: list[int
     return found
 
 
+class Normalised(Net):
+    """Each rank's statistics are those of its own data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x))
+
+
 def with_buffers(seed: int) -> nn.Module:
-    return seeded(WithBuffers(), seed)
+    return seeded(Normalised(), seed)
 
 
 def each(rank: int, part: Callable[..., Any], folder: Path, methods: list[str], *rest: Any) -> Any:
@@ -107,8 +119,9 @@ AT = [1, WARMUP, 3, WARMUP + INTERVAL, 6, WARMUP + 2 * INTERVAL] if THOROUGH els
         (1, net, list(METHODS) if THOROUGH else ["edit-tight", "a_edit"]),
         (2, net, list(METHODS) if THOROUGH else ["edit-tight", "a_edit", "outer-adam"]),
         (1, with_buffers, list(METHODS) if THOROUGH else ["edit"]),
+        (2, with_buffers, list(METHODS) if THOROUGH else ["edit"]),  # its ranks have each their own
     ],
-    ids=["4x1", "2x2", "buffers"],
+    ids=["4x1", "2x2", "buffers-4x1", "buffers-2x2"],
 )
 def test_resume_is_exact(tmp_path: Path, shards: int, make: Any, methods: list[str]) -> None:
     """Bitwise the run that never stopped, after every step, with each method."""
@@ -415,17 +428,28 @@ def test_killed_while_saving(tmp_path: Path) -> None:
 
 
 def test_pruning_and_latest(tmp_path: Path) -> None:
+    """The newest is the last saved, whatever clocks say; what is not ours, or not complete, does not count."""
     model = net()
     optimizer = edit.LocalSGDOptimizer(model, lr=0.1)
     assert edit.latest(tmp_path) is None
-    for name in ("c", "b", "a", "d"):
-        edit.save(tmp_path / name, model, optimizer, keep=2 if name == "d" else None)
+    assert edit.latest(tmp_path / "missing") is None
+    for name in ("c", "b", "a"):
+        edit.save(tmp_path / name, model, optimizer)
         assert edit.latest(tmp_path) == tmp_path / name
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "d"]
-    (tmp_path / "e.partial").mkdir()
-    shutil.copy(tmp_path / "a" / ".metadata", tmp_path / "e.partial")
-    (tmp_path / "f").mkdir()
+    ahead = 2_000_000_000
+    for path in [tmp_path / "c", *(tmp_path / "c").iterdir()]:
+        os.utime(path, (ahead, ahead))
+    (tmp_path / "best").symlink_to("b")
+    dcp.save({"weight": model.up.weight}, checkpoint_id=tmp_path / "pretrained", no_dist=True)
+    shutil.copytree(
+        tmp_path / "a", tmp_path / "e.partial"
+    )  # killed while it was saved, or while it was pruned
+    assert edit.latest(tmp_path) == tmp_path / "a"
+    edit.save(tmp_path / "d", model, optimizer, keep=3)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "best", "d", "pretrained"]
     assert edit.latest(tmp_path) == tmp_path / "d"
+    edit.save(tmp_path / "e", model, optimizer, keep=1)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.exists()) == ["e", "pretrained"]
 
 
 def fails_in_the_background(rank: int, folder: Path) -> None:
@@ -447,11 +471,175 @@ def test_a_failed_save_in_the_background_is_told_by_the_next(tmp_path: Path) -> 
     processes(2, fails_in_the_background, tmp_path)
 
 
+def publishes_nothing(rank: int, folder: Path) -> None:
+    """What fails on the first rank alone, after all have written, is told on all ranks, at the same place."""
+    run = Run(rank, "edit")
+    publish = edit.checkpoint._publish
+
+    def fails(*_: Any) -> None:
+        raise PermissionError("no")
+
+    edit.checkpoint._publish = fails
+    failed = edit.save(folder / "1", run.model, run.optimizer, background=True)
+    assert isinstance(failed.exception(), PermissionError if rank == 0 else RuntimeError)
+    edit.checkpoint._publish = publish
+    with pytest.raises((PermissionError, RuntimeError), match="no"):
+        edit.save(folder / "2", run.model, run.optimizer)
+    assert not list(folder.iterdir())
+    edit.save(folder / "3", run.model, run.optimizer)
+    edit.checkpoint._publish = fails
+    edit.save(folder / "4", run.model, run.optimizer, background=True)
+    with pytest.raises((PermissionError, RuntimeError), match="no"):
+        run.optimizer.close()
+
+
+def test_a_failure_of_the_first_rank_alone(tmp_path: Path) -> None:
+    processes(2, publishes_nothing, tmp_path)
+
+
+def on_its_own_disk(rank: int, folder: Path) -> None:
+    run = Run(rank, "edit")
+    (folder / f"{rank}").mkdir()
+    os.chdir(folder / f"{rank}")
+    with pytest.raises((OSError, RuntimeError), match="file system that all ranks see"):
+        edit.save("1", run.model, run.optimizer)
+    assert edit.latest(".") is None
+
+
+def test_a_folder_that_ranks_do_not_share_is_refused(tmp_path: Path) -> None:
+    processes(2, on_its_own_disk, tmp_path)
+
+
+def a_step_ahead(rank: int, folder: Path) -> Any:
+    """The next round is due on replica 0 already, and its exchange is under way, when both save."""
+    run = Run(rank, "a_edit")
+    step = 0
+    while run.optimizer.rounds < 1:
+        run.train([step])
+        step += 1
+    run.clock.now += 100 * INTERVAL * (rank == 0)
+    run.train([step])
+    due = run.optimizer._due
+    edit.save(folder / "1", run.model, run.optimizer)
+    run.train([step + 1])
+    run.optimizer.sync()
+    return due, values(run.model)
+
+
+def test_a_replica_may_be_a_step_ahead(tmp_path: Path) -> None:
+    (ahead, a), (behind, b) = processes(2, a_step_ahead, tmp_path)
+    assert (ahead, behind) == (True, False)
+    assert equal(a, b)
+
+
 def test_in_the_background_of_a_single_process(tmp_path: Path) -> None:
     model = net()
     optimizer = edit.LocalSGDOptimizer(model, lr=0.1)
-    assert edit.save(tmp_path / "1", model, optimizer, "more", background=True).result() == tmp_path / "1"
+    before = values(model)
+    saved = edit.save(tmp_path / "1", model, optimizer, "more", background=True)
+    with torch.no_grad():
+        for param in model.parameters():  # training goes on
+            param.zero_()
+    assert saved.result() == tmp_path / "1"
     assert edit.load(tmp_path / "1", model, optimizer) == "more"
+    assert equal(values(model), before)
+
+
+# --------------------------------------------------------------------------- what stands beside parameters
+
+
+class Odd(nn.Module):
+    """A teacher that does not train and is each replica's own; and a state that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(IN, OUT), nn.Linear(IN, OUT).requires_grad_(False)
+        self.seen = torch.zeros(())
+
+    def get_extra_state(self) -> Tensor:
+        return self.seen
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.seen = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.student(x)
+
+
+def odd(seed: int) -> nn.Module:
+    return seeded(Odd(), seed)
+
+
+def own_teachers(rank: int, folder: Path) -> None:
+    run = Run(rank, "edit", model=odd)
+    with torch.no_grad():
+        run.model.teacher.weight.fill_(rank + 5)
+    run.model.seen = torch.tensor(7.0 + rank)
+    run.train(range(3))
+    edit.save(folder / "1", run.model, run.optimizer)
+    again = Run(rank, "edit", seed=1, model=odd)
+    edit.load(folder / "1", again.model, again.optimizer)
+    assert equal(state_of(again), state_of(run))
+    assert (again.model.teacher.weight == rank + 5).all()
+    assert again.model.seen == 7.0 + rank
+
+
+def test_frozen_parameters_and_extra_state_may_differ_between_replicas(tmp_path: Path) -> None:
+    processes(2, own_teachers, tmp_path)
+
+
+def test_groups_are_known_by_what_is_in_them(tmp_path: Path) -> None:
+    def built(order: list[int]) -> tuple[nn.Module, edit.LocalSGDOptimizer]:
+        model = seeded(nn.Sequential(nn.Linear(2, 2)))
+        groups = [{"params": [model[0].weight], "weight_decay": 0.1}, {"params": [model[0].bias], "lr": 0.5}]
+        groups = [groups[index] for index in order]
+        return model, edit.LocalSGDOptimizer(
+            model, lambda _: torch.optim.AdamW(groups, lr=0.1, weight_decay=0.0)
+        )
+
+    model, optimizer = built([0, 1])
+    model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    edit.save(tmp_path / "1", model, optimizer)
+    again, other = built([1, 0])
+    edit.load(tmp_path / "1", again, other)
+    assert [(g["lr"], g["weight_decay"]) for g in other.param_groups] == [(0.5, 0.0), (0.1, 0.1)]
+    for mine, theirs in zip(model.parameters(), again.parameters(), strict=True):
+        assert equal(other.state[theirs], optimizer.state[mine])
+
+
+def test_names_are_those_without_wrappers(tmp_path: Path) -> None:
+    """Saved with activation checkpointing, loaded without: also buffers, and the memory of layers."""
+    model = with_buffers(0)
+    model.norm = checkpoint_wrapper(model.norm)
+    optimizer = edit.LocalSGDOptimizer(model, lr=0.1, schedule=edit.EverySteps(1))
+    for step in range(3):
+        loss_of(model, step, 0).backward()
+        optimizer.step()
+    edit.save(tmp_path / "1", model, optimizer)
+    plain = with_buffers(1)
+    other = edit.LocalSGDOptimizer(plain, lr=0.1, schedule=edit.EverySteps(1))
+    edit.load(tmp_path / "1", plain, other)
+    assert equal(other._buffers.agreed, optimizer._buffers.agreed)
+    assert equal(plain.norm.state_dict(), model.norm._checkpoint_wrapped_module.state_dict())
+    assert equal(other._memory, optimizer._memory)
+    assert optimizer._memory["count"].any()
+
+
+def counts_steps(rank: int, folder: Path, save: bool) -> Any:
+    run = Run(rank, "edit", replicas=4 if save else 2)
+    if save:
+        run.train(range(WARMUP - 1))
+        edit.save(folder / "1", run.model, run.optimizer)
+        return run.optimizer.total_steps
+    edit.load(folder / "1", run.model, run.optimizer)
+    run.train(range(1))
+    return run.optimizer.total_steps
+
+
+def test_total_steps_go_on_in_the_warm_up_with_other_replicas(tmp_path: Path) -> None:
+    assert processes(4, counts_steps, tmp_path, True) == [4 * (WARMUP - 1)] * 4
+    assert processes(2, counts_steps, tmp_path, False) == [4 * (WARMUP - 1) + 2] * 2
 
 
 # ---------------------------------------------------------------------------------------------- bad files

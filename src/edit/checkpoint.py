@@ -3,11 +3,11 @@
 A folder holds, by full parameter names and placed as the parameters are, so that any other mesh can read it:
 
 * ``edit_anchor.NAME``, ``edit_outer.KEY.NAME``: anchor and outer state, once for all replicas;
-* ``frozen.NAME``: what does not train, once;
-* ``replica.I.model.NAME``: live parameters and buffers of replica ``I``;
+* ``frozen.NAME``: what does not train, once if replicas have it alike;
+* ``replica.I.model.NAME``: live parameters of replica ``I``;
 * ``replica.I.inner.KEY.NAME``: the inner optimizer's state of it;
-* ``replica.I.rank.M``: all the rest, of its rank ``M``: counters, the penalty's memory, parameter groups, scalars
-  of both optimizers, random state, and the user's ``extra``.
+* ``replica.I.rank.M``: all the rest, of its rank ``M``: buffers, which may differ between its ranks, counters, the
+  penalty's memory, parameter groups, scalars of both optimizers, random state, and the user's ``extra``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,10 +30,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from . import state
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 PARTIAL = ".partial"  # behind the name of a folder that is not complete
-_METADATA = ".metadata"  # DCP writes it last
+MARK = ".edit"  # a file in every folder of ours; with its number, the newest has the highest
 _RANK = re.compile(r"replica\.(\d+)\.rank\.(\d+)")
 
 
@@ -54,32 +53,60 @@ _RANK = re.compile(r"replica\.(\d+)\.rank\.(\d+)")
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
     """The complete checkpoint in ``directory`` that was saved last; ``None`` if there is none."""
-    return next(iter(_complete(Path(directory))), None)
+    return next((path for _, path in _folders(Path(directory)) if not _is_partial(path)), None)
 
 
-def _complete(directory: Path) -> list[Path]:
-    """Complete checkpoints, the newest first."""
+def _folders(directory: Path) -> list[tuple[int, Path]]:
+    """Numbers and paths of what :func:`save` wrote there, complete or not, the newest first.
+
+    By numbers, not by times: clocks of nodes and file servers differ, and copies have times of their own.
+    """
     found = []
-    for metadata in directory.glob(f"*/{_METADATA}"):
-        if not metadata.parent.name.endswith(PARTIAL):
+    for mark in directory.glob(f"*/{MARK}"):
+        if not mark.parent.is_symlink():
             with suppress(FileNotFoundError):  # another rank is pruning
-                found.append((metadata.stat().st_mtime_ns, metadata.parent))
-    return [path for _, path in sorted(found, reverse=True)]
+                found.append((int(mark.read_text()), mark.parent))
+    return sorted(found, reverse=True)
 
 
-def _publish(partial: Path, path: Path, keep: int | None) -> None:
-    """Give a complete folder its name, in one step; then remove all but the newest ``keep``."""
+def _is_partial(path: Path) -> bool:
+    return path.name.endswith(PARTIAL)
+
+
+def _begin(path: Path) -> Path:
+    """An empty folder to write into."""
+    if path.exists():
+        raise ValueError(f"path must not exist yet, but {path} does: give each checkpoint its own")
+    partial = path.with_name(path.name + PARTIAL)
+    if partial.exists():
+        shutil.rmtree(partial)
+    number = 1 + max((number for number, _ in _folders(path.parent)), default=0)
+    partial.mkdir(parents=True)
+    (partial / MARK).write_text(f"{number}")
+    return partial
+
+
+def _publish(partial: Path, path: Path, metadata: Metadata, keep: int | None) -> None:
+    """Give a complete folder its name, in one step; then remove all but the newest ``keep``, and what earlier
+    saves left unfinished."""
+    files = {info.relative_path for info in (metadata.storage_data or {}).values()}
+    if missing := sorted(name for name in files if not (partial / name).is_file()):
+        raise OSError(
+            f"the first rank does not see {missing}: path must be on a file system that all ranks see"
+        )
     partial.rename(path)
-    if os.name == "posix":  # the name, too, shall survive a loss of power
+    if os.name == "posix":  # the name, too, shall survive a loss of power; not all file systems can
         handle = os.open(path.parent, os.O_RDONLY)
-        try:
+        with suppress(OSError):
             os.fsync(handle)
-        finally:
-            os.close(handle)
+        os.close(handle)
     if keep is not None:
-        for old in _complete(path.parent)[keep:]:
-            (old / _METADATA).unlink()  # first: what is half removed is not complete
-            shutil.rmtree(old, ignore_errors=True)
+        complete = [old for _, old in _folders(path.parent) if not _is_partial(old)]
+        for old in complete[keep:]:
+            old.rename(old.with_name(old.name + PARTIAL))  # first: what is half removed is not complete
+        for _, old in _folders(path.parent):
+            if _is_partial(old):
+                shutil.rmtree(old, ignore_errors=True)
 
 
 # ------------------------------------------------------------------------------------------------ save
@@ -98,151 +125,174 @@ def save(
 
     Collective over all ranks: call it at the same place of the same round on all of them, right after
     ``step()`` or ``sync()``. A folder is complete or does not have its name: a save that is interrupted leaves
-    ``path`` + ``.partial``, which the next one removes.
+    ``path`` + ``.partial``, which the next one to the same path, or with ``keep``, removes.
 
     Args:
-        path: a folder that does not exist yet, on a file system that all ranks see.
+        path: a folder that does not exist yet, on a file system that all ranks see. One run at a time saves
+            beside it.
         model: the optimizer's.
         optimizer: its state, replica by replica; and anchor and outer state, once.
         extra: anything that pickles, each rank its own: state dicts of a scheduler, of a data loader.
         keep: remove all but the ``keep`` newest complete checkpoints beside ``path``, this one included, when
             it is complete. ``None``: remove nothing.
-        background: copy to host memory, then write while training goes on. The next ``save`` waits for this
-            one, and raises if it failed.
+        background: return when everything is copied to host memory, and write while training goes on. The
+            next ``save``, ``load`` or ``close()`` waits for this one, and raises if it failed.
 
     Returns:
-        A future of ``path``; without ``background``, one that is done.
+        A future of ``path``; without ``background``, one that is done. It ends alike on all ranks.
 
     Raises:
         ValueError, TypeError, RuntimeError: arguments, or the moment; on every rank.
-        OSError: files could not be written; on every rank.
+        OSError: files could not be written. Another rank may say so with a RuntimeError.
     """
     path = Path(path)
-    partial = path.with_name(path.name + PARTIAL)
+    what = f"edit.save({path})"
     replicas = optimizer.replicas
     leads = replicas.rank == replicas.leader
     wait_for(optimizer)
-    _same_path(replicas, path)
-    with agree(replicas, f"edit.save({path})"):
-        _check(model, optimizer)
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise ValueError(f"keep must be an int >= 1 or None, but is {keep!r}: None removes nothing")
-        if leads:
-            if path.exists():
-                raise ValueError(f"path must not exist yet, but {path} does: give each checkpoint its own")
+    # All that is said here goes through a group of its own: on `control`, a replica that is a step ahead may
+    # have an exchange of its next round under way. The thread uses it too: whoever comes here waited for it.
+    where = _ranks(replicas)
+    apart = _compare(replicas, path, _sums(optimizer))
+    partial = path
+    try:
+        with agree(replicas, what, files=True):
+            _check(model, optimizer)
+            if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+                raise ValueError(f"keep must be an int >= 1 or None, but is {keep!r}: None removes nothing")
+            entries = _entries(optimizer, extra, apart)
+            partial = _begin(path) if leads else path.with_name(path.name + PARTIAL)
+    except BaseException:
+        if partial != path and leads:
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        entries = _entries(optimizer, extra)
-    where = {"checkpoint_id": partial, **_ranks(replicas)}
+        raise
+    device = optimizer._layers[0].device if optimizer._layers else torch.device("cpu")
 
-    def publish(write: Callable[[], Any]) -> None:
-        try:
-            with _failing("written", path):
-                write()
-            if leads:
-                _publish(partial, path, keep)
-        except BaseException:
-            if leads:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
+    def write() -> Path:
+        if device.type != "cpu":  # a thread begins with the first one
+            torch.get_device_module(device).set_device(device)
+        with agree(replicas, what, files=True):
+            try:
+                with _failing("written", path):
+                    metadata = dcp_save(entries, checkpoint_id=partial, **where)
+                    if leads:
+                        _publish(partial, path, metadata, keep)
+            except BaseException as error:
+                log.error("%s", error)
+                if leads:
+                    shutil.rmtree(partial, ignore_errors=True)
+                raise
+        return path
 
+    if background:
+        thread = ThreadPoolExecutor(1, "edit.save")
+        optimizer._saving = thread.submit(write)
+        thread.shutdown(wait=False)  # ends when it has written; so does the interpreter
+        return optimizer._saving
     saved: Future[Path] = Future()
-    if not background:
-        with agree(replicas, f"edit.save({path})"):
-            publish(lambda: dcp_save(entries, **where))
-        saved.set_result(path)
-        return saved
-
-    def finish(written: Future[Any]) -> None:
-        try:
-            publish(written.result)
-            saved.set_result(path)
-        except BaseException as error:
-            log.error("%s", error)
-            saved.set_exception(error)
-
-    # It has copied everything to the host when it returns. Its thread has a group of its own, so that what it
-    # says to other ranks never meets what training says.
-    dcp_async_save(entries, **where).add_done_callback(finish)  # type: ignore[union-attr]
-    optimizer._saving = saved
+    saved.set_result(write())
     return saved
 
 
 def wait_for(optimizer: LocalSGDOptimizer) -> None:
-    """Wait for a save in the background, and raise if it failed."""
+    """Wait for a save in the background, and raise if it failed: on all ranks alike."""
     saving, optimizer._saving = optimizer._saving, None
     if saving is not None:
         saving.result()
 
 
-def _entries(optimizer: LocalSGDOptimizer, extra: Any) -> dict[str, Any]:
-    """What this rank gives to DCP."""
+def _sums(optimizer: LocalSGDOptimizer) -> list[int]:
+    """What does not train, in few numbers: the sum of the bytes of each of this rank's tensors."""
+    frozen = [local(param.detach()) for param in _contents(optimizer)[1].values()]
+    return [int(tensor.reshape(-1).view(torch.uint8).sum(dtype=torch.int64)) for tensor in frozen]
+
+
+def _compare(replicas: Replicas, path: Path, sums: list[int]) -> bool:
+    """Collective. Raise if ranks name different paths. Returns whether replicas differ in ``sums``."""
+    said = replicas.gather_objects((str(path), sums), files=True)
+    if len({each for each, _ in said.values()}) > 1:
+        raise ValueError(
+            f"path must be the same on all ranks, but is { ({rank: each for rank, (each, _) in said.items()}) }: "
+            "ask edit.latest on one rank, and tell the others"
+        )
+    columns = zip(*replicas.grid, strict=True)  # the ranks that hold the same shard
+    return any(said[rank][1] != said[column[0]][1] for column in columns for rank in column)
+
+
+def _entries(optimizer: LocalSGDOptimizer, extra: Any, apart: bool) -> dict[str, Any]:
+    """What this rank gives to DCP: copies in host memory. ``apart``: replicas differ in what does not train."""
     replicas = optimizer.replicas
     mine = f"replica.{replicas.index}"
     packed = optimizer.state_dict()
-    params, frozen, others, objects = _contents(optimizer)
+    params, frozen, buffers, objects = _contents(optimizer)
     ids = state.keys_of(optimizer.inner.param_groups, packed["param_groups"])
-    entries: dict[str, Any] = {f"frozen.{name}": value for name, value in frozen.items()}
-    entries |= {f"{mine}.model.{name}": value for name, value in {**params, **others}.items()}
+    entries = {f"{mine}.model." * apart + "frozen." * (not apart) + name: t for name, t in frozen.items()}
+    entries |= {f"{mine}.model.{name}": param for name, param in params.items()}
     run: dict[str, Any] = {}
     scalars: dict[str, dict[str, Any]] = {}
-    for name, param in params.items():
-        for key, value in packed["state"].get(ids[param], {}).items():
+    for name, param in {**params, **frozen}.items():
+        for key, value in packed["state"].get(ids.get(param), {}).items():
             if key.startswith(state.OF_RUN):
                 run[key] = value
             elif key != state.BEGAN and _is_like(value, param):
-                entries[f"{key}.{name}" if key.startswith(state.PREFIX) else f"{mine}.inner.{key}.{name}"] = (
-                    value
-                )
+                ours = key.startswith(state.PREFIX)
+                entries[f"{key}.{name}" if ours else f"{mine}.inner.{key}.{name}"] = value
             else:
                 scalars.setdefault(name, {})[key] = value
     rest = {
         "run": run,
         "scalars": scalars,
+        "buffers": buffers,
         "objects": objects,
         "groups": [_options(group) for group in packed["param_groups"]],
-        "layers": optimizer._columns,
+        "named": _names(optimizer),
+        "layers": _columns(optimizer),
         "random": _random_state(optimizer),
         "extra": extra,
     }
-    entries[f"{mine}.rank.{replicas.member}"] = _pickled(rest)
-    return entries
+    held: dict[str, Any] = {key: _on_host(value) for key, value in entries.items()}
+    held[f"{mine}.rank.{replicas.member}"] = _pickled(rest)
+    return held
 
 
 # ------------------------------------------------------------------------------------------------ load
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: LocalSGDOptimizer) -> Any:
-    """Load what :func:`save` wrote. Returns ``extra``. Collective over all ranks.
+    """Load what :func:`save` wrote. Returns ``extra``, its tensors in host memory. Collective over all ranks.
 
     With as many replicas, of as many ranks each, as were saved, the run goes on bit for bit as if it had never
     stopped; random states (Python's, NumPy's, torch's) included. With others, every replica starts from the
-    anchor; replica ``i`` takes the inner state, and its rank ``m`` the ``extra``, of replica ``i`` and rank ``m``
-    modulo the old numbers; the penalty's memory of known replicas is kept; random states are left as they are.
-    Steps since the last round are dropped then: call ``sync()`` before the save to keep them.
+    anchor; replica ``i`` takes the inner state, and its rank ``m`` the buffers and ``extra``, of replica ``i``
+    and rank ``m`` modulo the old numbers; the penalty's memory of known replicas is kept; random states are left
+    as they are. Steps since the last round are dropped then: call ``sync()`` before the save to keep them.
 
     Everything is read and checked before anything is changed. Files are unpickled: load only what you trust.
 
     Raises:
-        ValueError, RuntimeError: the folder cannot be read, is of another model, or the moment is wrong; on
-            every rank, and nothing was changed.
+        ValueError, RuntimeError, OSError: the folder cannot be read, is of another model, or the moment is
+            wrong; on every rank, and nothing was changed.
     """
     path = Path(path)
+    what = f"edit.load({path})"
     replicas = optimizer.replicas
     wait_for(optimizer)
-    _same_path(replicas, path)
-    with agree(replicas, f"edit.load({path})"):
+    where = _ranks(replicas)
+    _compare(replicas, path, [])
+    with agree(replicas, what, files=True):
         _check(model, optimizer)
         state.check_no_round(optimizer)
         source = _Source(path, optimizer)
     with _failing("read, and nothing was changed", path):
-        dcp_load(source.entries, checkpoint_id=path, **_ranks(replicas))
-    with agree(replicas, f"edit.load({path})"):
+        dcp_load(source.entries, checkpoint_id=path, **where)
+    with agree(replicas, what, files=True):
         rest, packed = source.packed()
+        state.check(optimizer, packed)
+    with agree(replicas, what, files=True):
         optimizer.load_state_dict(packed)
-    source.write(rest)
-    if source.same_mesh:
-        _set_random_state(optimizer, rest["random"])
+        source.write(rest)
+        if source.same_mesh:
+            _set_random_state(optimizer, rest["random"])
     return rest["extra"]
 
 
@@ -276,23 +326,25 @@ class _Source:
         self.entries: dict[str, Any] = {f"{self._mine}.rank.{m}": b"" for m in range(self._members)}
         self._of_model: dict[str, str] = {}
         self._of_state: dict[str, tuple[str, str]] = {}
-        self._params, frozen, others, _ = _contents(optimizer)
+        self._params, frozen, _, _ = _contents(optimizer)
+        ids = state.keys_of(optimizer.inner.param_groups, optimizer.inner.state_dict()["param_groups"])
+        self._named = {name: param for name, param in {**self._params, **frozen}.items() if param in ids}
         for name, param in self._params.items():
-            anchor = self._want(param, name, f"{state.ANCHOR}.{name}", f"frozen.{name}")
+            live = f"{self._mine}.model.{name}"
+            anchor = self._want(param, name, f"{state.ANCHOR}.{name}", f"frozen.{name}", live)
             self._of_state[anchor] = name, state.ANCHOR
             # On another mesh replicas start from the anchor; so does what was frozen.
-            live = f"{self._mine}.model.{name}" if self.same_mesh else anchor
-            self._of_model[self._want(param, name, live, anchor)] = name
-        for name, value in others.items():
-            self._of_model[self._want(value, name, f"{self._mine}.model.{name}")] = name
+            first = (live, anchor) if self.same_mesh else (anchor,)
+            self._of_model[self._want(param, name, *first)] = name
         for name, param in frozen.items():
-            self._of_model[self._want(param, name, f"frozen.{name}", f"{state.ANCHOR}.{name}")] = name
+            keys = f"frozen.{name}", f"{state.ANCHOR}.{name}", f"{self._mine}.model.{name}"
+            self._of_model[self._want(param, name, *keys)] = name
         inner = f"{self._mine}.inner."
         for key in self._known:
             for prefix, kept in ((inner, ""), (state.OUTER, state.OUTER)):
                 kind, _, name = key.removeprefix(prefix).partition(".")
-                if key.startswith(prefix) and name in self._params:
-                    self._of_state[self._want(self._params[name], name, key)] = name, kept + kind
+                if key.startswith(prefix) and name in (self._named if prefix == inner else self._params):
+                    self._of_state[self._want(self._named[name], name, key)] = name, kept + kind
 
     def _want(self, like: Tensor, name: str, *keys: str) -> str:
         """Put the first of ``keys`` that was saved among ``entries``; ``like`` is the model's tensor of it."""
@@ -322,9 +374,9 @@ class _Source:
         rest = ranks[self._member]
         packed = optimizer.inner.state_dict()
         ids = state.keys_of(optimizer.inner.param_groups, packed["param_groups"])
-        states: dict[str, dict[str, Any]] = {
-            name: {state.BEGAN: torch.tensor(False)} for name in self._params
-        }
+        states: dict[str, dict[str, Any]] = {name: {} for name in self._named}
+        for name in self._params:
+            states[name][state.BEGAN] = torch.tensor(False)
         # Ranks of a replica may hold different layers, so all are asked; this one's own word is the last. A
         # tensor that is not shaped like its parameter belongs to a shard of the old mesh.
         for rank in [*ranks, rest]:
@@ -333,26 +385,42 @@ class _Source:
                     states[name] |= {k: v for k, v in values.items() if self.same_mesh or _is_scalar(v)}
         for key, (name, kind) in self._of_state.items():
             states[name][kind] = self.entries[key]
-        run = rest["run"] if self.same_mesh else self._from_anchor(rest["run"], rest["layers"])
-        states[next(iter(states))] |= run
-        packed["state"] = {ids[self._params[name]]: values for name, values in states.items()}
-        if len(rest["groups"]) == len(packed["param_groups"]):
-            for group, options in zip(packed["param_groups"], rest["groups"], strict=True):
-                group |= options
-        else:
-            log.warning(
-                "the checkpoint has other parameter groups: they keep the options they were built with"
+        states[next(iter(self._params))] |= self._run(rest["run"], rest["layers"])
+        packed["state"] = {ids[self._named[name]]: values for name, values in states.items() if values}
+        for group, mine in zip(packed["param_groups"], _names(optimizer), strict=True):
+            # By what is in it: groups may have been built in another order.
+            shared, options = max(
+                (
+                    (len({*mine} & {*theirs}), old)
+                    for theirs, old in zip(rest["named"], rest["groups"], strict=True)
+                ),
+                key=lambda pair: pair[0],
             )
+            if shared:
+                group |= options
+            else:
+                log.warning(
+                    "the checkpoint has no group with %s: it keeps the options it was built with", mine[:3]
+                )
+        for name, value in _contents(optimizer)[2].items():
+            saved = rest["buffers"].get(name)
+            if saved is None or saved.shape != value.shape:
+                raise ValueError(
+                    f"path must be a checkpoint of this model, but buffer {name} in {self._path} has shape "
+                    f"{saved if saved is None else tuple(saved.shape)}, and {tuple(value.shape)} in the model: build "
+                    "the model that was saved"
+                )
         return rest, packed
 
-    def _from_anchor(self, run: dict[str, Any], layers: list[str]) -> dict[str, Any]:
-        """``run`` for a start from the anchor on another mesh."""
+    def _run(self, run: dict[str, Any], layers: list[str]) -> dict[str, Any]:
+        """``run`` with the penalty's memory of known layers and replicas; at the anchor on another mesh."""
         optimizer = self._optimizer
-        fresh = optimizer.penalty.init(optimizer.replicas.count, len(optimizer._columns))
+        columns = _columns(optimizer)
+        fresh = optimizer.penalty.init(optimizer.replicas.count, len(columns))
         for key, new in fresh.items():
             if (old := run.get(state.MEMORY + key)) is None or old.dim() != new.dim():
                 continue
-            for column, layer in enumerate(optimizer._columns):
+            for column, layer in enumerate(columns):
                 if layer in layers:
                     there, here = old[..., layers.index(layer)], new[..., column]
                     if here.dim():  # known replicas
@@ -360,21 +428,19 @@ class _Source:
                         there, here = there[:known], here[:known]
                     if here.shape == there.shape:
                         here.copy_(there)
-        return {
-            **run,
-            **{state.MEMORY + key: value for key, value in fresh.items()},
-            state.RUN: state.run_at_anchor(run[state.RUN]),
-        }
+        run = {**run, **{state.MEMORY + key: value for key, value in fresh.items()}}
+        return run if self.same_mesh else {**run, state.RUN: state.run_at_anchor(run[state.RUN])}
 
     @torch.no_grad()
     def write(self, rest: dict[str, Any]) -> None:
-        """The model's values. (Cannot fail: all shapes were checked.)"""
+        """The model's values. (All names and shapes were checked.)"""
         optimizer = self._optimizer
-        optimizer._reshard()
-        params, frozen, others, objects = _contents(optimizer)
-        values = {**params, **frozen, **others}
+        params, frozen, buffers, objects = _contents(optimizer)
+        values = {**params, **frozen}
         for key, name in self._of_model.items():
             local(values[name]).copy_(local(self.entries[key]))
+        for name, buffer in buffers.items():
+            buffer.copy_(rest["buffers"][name])
         if objects:
             optimizer.model.load_state_dict(rest["objects"], strict=False)
         if not self.same_mesh and optimizer._anchor.taken:
@@ -387,7 +453,8 @@ class _Source:
 def _contents(
     optimizer: LocalSGDOptimizer,
 ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter], dict[str, Tensor], dict[str, Any]]:
-    """By name: parameters that train, parameters that don't, persistent buffers, and what is no tensor.
+    """By name: parameters that train, parameters that don't, persistent buffers (this rank's part), and the extra
+    state of modules.
 
     A tied parameter is listed once, under its first name.
     """
@@ -396,15 +463,28 @@ def _contents(
     trained = {param for layer in optimizer._layers for param in layer.params}
     params = {name: param for param, name in names.items() if param in trained}
     frozen = {name: param for param, name in names.items() if param not in trained}
-    tied = {state.clean(name) for name, _ in optimizer.model.named_parameters(remove_duplicate=False)}
-    others, objects = {}, {}
-    for key, value in optimizer.model.state_dict().items():
-        if isinstance(value, Tensor):
-            if (name := state.clean(key)) not in tied:
-                others[name] = value
-        else:
-            objects[key] = value
-    return params, frozen, others, objects
+    buffers = optimizer._buffers
+    mine = dict(zip(map(state.clean, buffers.names), buffers.tensors(), strict=True))
+    extra = {
+        key: value for key, value in optimizer.model.state_dict().items() if key.endswith("_extra_state")
+    }
+    return params, frozen, mine, extra
+
+
+def _names(optimizer: LocalSGDOptimizer) -> list[list[str]]:
+    """Of the parameters of each group."""
+    names = state.names_of(optimizer.model)
+    return [[names[p] for p in group["params"] if p in names] for group in optimizer.inner.param_groups]
+
+
+def _columns(optimizer: LocalSGDOptimizer) -> list[str]:
+    return [state.clean(name) for name in optimizer._columns]
+
+
+@torch.no_grad()
+def _on_host(value: Tensor) -> Tensor:
+    """A copy that later steps do not touch, placed as ``value`` is."""
+    return sharded_like(value, local(value), "cpu")
 
 
 def _is_like(value: Any, param: Tensor) -> bool:
@@ -426,7 +506,8 @@ def _pickled(value: Any) -> bytes:
 
 
 def _unpickled(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=False)
+    # Not to the devices they were on: those are other ranks', or not there.
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 def _random_state(optimizer: LocalSGDOptimizer) -> dict[str, Any]:
@@ -466,15 +547,6 @@ def _ranks(replicas: Replicas) -> dict[str, Any]:
     if group is None:
         _alone()
     return {"process_group": group, "no_dist": group is None}
-
-
-def _same_path(replicas: Replicas, path: Path) -> None:
-    """Collective."""
-    said = replicas.gather_objects(str(path))
-    if len({*said.values()}) > 1:
-        raise ValueError(
-            f"path must be the same on all ranks, but is {said}: ask edit.latest on one rank, and tell the others"
-        )
 
 
 @contextmanager

@@ -42,12 +42,12 @@ def local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def sharded_like(param: Tensor, part: Tensor) -> Tensor:
+def sharded_like(param: Tensor, part: Tensor, device: str | None = None) -> Tensor:
     """A copy of ``part`` (this rank's, in ``param``'s local shape) placed like ``param``. No communication.
 
-    On ``part``'s device: not ``DTensor.from_local``, which moves it to the mesh's.
+    On ``device``, or else ``part``'s: not ``DTensor.from_local``, which moves it to the mesh's.
     """
-    placed = torch.empty_like(param.detach(), dtype=part.dtype, device=part.device)
+    placed = torch.empty_like(param.detach(), dtype=part.dtype, device=device or part.device)
     local(placed).copy_(part)
     return placed
 
@@ -268,12 +268,13 @@ class Replicas:
 
     # Collectives. With one replica, or one rank, there is nobody to talk to and they do nothing.
 
-    def gather_objects(self, value: Any) -> dict[int, Any]:
-        """``value`` of every rank, by rank."""
-        if self.control is None:
+    def gather_objects(self, value: Any, *, files: bool = False) -> dict[int, Any]:
+        """``value`` of every rank, by rank. ``files``: on the group of checkpoint files."""
+        group = self.files_group() if files else self.control
+        if group is None:
             return {self.ranks[0]: value}
         values: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(values, value, group=self.control)
+        dist.all_gather_object(values, value, group=group)
         return dict(zip(sorted(self.ranks), values, strict=True))
 
     def start_exchange(self, matrix: Tensor) -> Work | None:

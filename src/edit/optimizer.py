@@ -80,7 +80,8 @@ class LocalSGDOptimizer(WrappedOptimizer):
     Attributes:
         local_steps: inner steps of this replica, warm-up included.
         rounds: completed rounds.
-        total_steps: inner steps of all replicas as of the last round, equal on all ranks.
+        total_steps: inner steps of all replicas as of the last round (in the warm-up: of this step), equal on all
+            ranks.
         inner: the inner optimizer. ``param_groups``, ``state`` and ``defaults`` are its own.
 
     Raises:
@@ -174,8 +175,10 @@ class LocalSGDOptimizer(WrappedOptimizer):
             self._steps += 1
             if self._replica_clock.due(self._progress()):
                 self._launch(called=False)
-        elif self.local_steps == self.schedule.warmup_steps:
-            self._end_warmup()
+        else:
+            self.total_steps += self.replicas.count
+            if self.local_steps == self.schedule.warmup_steps:
+                self._end_warmup()
         return result
 
     def sync(self) -> None:
@@ -298,7 +301,6 @@ class LocalSGDOptimizer(WrappedOptimizer):
         self._buffers.agreed = self._buffers.clone()
         for tensor in self._buffers.agreed:
             self.replicas.from_first_replica(tensor)
-        self.total_steps = self.replicas.count * self.local_steps
         self._last_round = self._time()
 
     # ------------------------------------------------------------------------------- together and apart
@@ -364,9 +366,14 @@ class LocalSGDOptimizer(WrappedOptimizer):
 
     def close(self) -> None:
         """Remove the hooks and destroy the package's process groups, after a checkpoint that is being written in
-        the background. The model stays as it is."""
-        if self._saving is not None:
-            wait([self._saving])
+        the background. The model stays as it is.
+
+        Raises:
+            OSError, RuntimeError: that checkpoint could not be written. All else is done.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            wait([saving])
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -374,6 +381,8 @@ class LocalSGDOptimizer(WrappedOptimizer):
         self._gate.open = False
         self._failure = self._failure or RuntimeError("close() was called")
         self.replicas.close()
+        if saving is not None:
+            saving.result()
 
     def register_round_hook(self, hook: Callable[[RoundReport], None]) -> RemovableHandle:
         """Call ``hook(report)`` after each round. Returns a handle with ``remove()``."""

@@ -14,14 +14,17 @@ from .layers import Layer
 
 
 @contextmanager
-def agree(replicas: Replicas, what: str) -> Iterator[None]:
-    """Collective. An exception inside, on any rank, is an exception on every rank."""
+def agree(replicas: Replicas, what: str, *, files: bool = False) -> Iterator[None]:
+    """Collective. An exception inside, on any rank, is an exception on every rank.
+
+    ``files``: on the group of checkpoint files.
+    """
     error: Exception | None = None
     try:
         yield
     except Exception as caught:
         error = caught
-    said = replicas.gather_objects(error and f"{type(error).__name__}: {error}")
+    said = replicas.gather_objects(error and f"{type(error).__name__}: {error}", files=files)
     if error is not None:
         raise error
     for rank, text in said.items():

@@ -142,15 +142,18 @@ def pack(opt: LocalSGDOptimizer, inner: dict[str, Any]) -> dict[str, Any]:
             },
             **{MEMORY + key: value.clone() for key, value in opt._memory.items()},
             **{
-                BUFFER + name: value.clone()
+                BUFFER + clean(name): value.clone()
                 for name, value in zip(opt._buffers.names, opt._buffers.agreed, strict=True)
             },
         }
     return inner
 
 
-def unpack(opt: LocalSGDOptimizer, state_dict: dict[str, Any]) -> None:
-    """Load what :func:`pack` made. Everything is checked before anything is changed."""
+def check(
+    opt: LocalSGDOptimizer, state_dict: dict[str, Any]
+) -> tuple[dict[Any, Any], Entries, dict[str, Any]]:
+    """Raise if ``state_dict`` does not fit. Returns the inner optimizer's part, this package's by parameter, and
+    what stands with the first parameter."""
     groups, states = state_dict["param_groups"], state_dict["state"]
     ids = keys_of(opt.inner.param_groups, groups)
     known = set(ids.values())
@@ -165,13 +168,24 @@ def unpack(opt: LocalSGDOptimizer, state_dict: dict[str, Any]) -> None:
     theirs |= {key: value for key, value in states.items() if key not in known}
     first: dict[str, Any] = next((entry for entry in entries.values() if RUN in entry), {})
     if RUN in first:
+        if (version := int(first[RUN][0])) != _VERSION:
+            raise ValueError(
+                f"state_dict must be of version {_VERSION}, but is of {version}: load it with the version of this "
+                "package that saved it; nothing was loaded"
+            )
         _check(opt, entries)
         for name, agreed in zip(opt._buffers.names, opt._buffers.agreed, strict=True):
-            if (value := first.get(BUFFER + name)) is not None and value.shape != agreed.shape:
+            if (value := first.get(BUFFER + clean(name))) is not None and value.shape != agreed.shape:
                 raise ValueError(
                     f"state_dict must have a buffer {name} of shape {tuple(agreed.shape)}, but has "
                     f"{tuple(value.shape)}: it is of another model; nothing was loaded"
                 )
+    return theirs, entries, first
+
+
+def unpack(opt: LocalSGDOptimizer, state_dict: dict[str, Any]) -> None:
+    """Load what :func:`pack` made. Everything is checked before anything is changed."""
+    theirs, entries, first = check(opt, state_dict)
     check_no_round(opt)
     opt.inner.load_state_dict({**state_dict, "state": theirs})
     opt._due, opt._steps = False, 0
@@ -192,15 +206,17 @@ def unpack(opt: LocalSGDOptimizer, state_dict: dict[str, Any]) -> None:
         if OPTION + key in first:
             opt._anchor.outer.param_groups[0][key] = type(number)(first[OPTION + key].item())
     opt._set_phase()
+    fresh = opt.penalty.init(opt.replicas.count, len(opt._columns))
     for key, value in opt._memory.items():
         saved = first.get(MEMORY + key)
         if saved is not None and saved.shape == value.shape:
             value.copy_(saved)
         else:
+            value.copy_(fresh[key])
             log.warning("the penalty's %s is of other replicas or layers and starts afresh", key)
     for name, agreed in zip(opt._buffers.names, opt._buffers.agreed, strict=True):
-        if BUFFER + name in first:
-            agreed.copy_(first[BUFFER + name])
+        if BUFFER + clean(name) in first:
+            agreed.copy_(first[BUFFER + clean(name)])
     if has_anchor:
         restore(opt, entries)
 
