@@ -1,6 +1,6 @@
 """Replicas come and go: held-out perplexity of EDiT and of data-parallel training with the same workers.
 
-    python benchmarks/elastic.py            # 1 -> 2 -> 4 and 4 -> 2 -> 1 workers, three seeds; about half an hour
+    python benchmarks/elastic.py            # 1 -> 2 -> 4 and 4 -> 2 -> 1 workers, three seeds; about a quarter of an hour
     python benchmarks/elastic.py up --quick # the first alone, one seed, a tenth of the steps
 
 A stage is a job of its own: it ends with sync() and edit.save, and the next one resumes with edit.load on another
@@ -45,7 +45,7 @@ def stage(
     text, unseen = (Windows(part, LENGTH) for part in load_text(None))
     held_out = torch.stack([unseen[index * len(unseen) // windows] for index in range(windows)])
     torch.manual_seed(seed)
-    model: nn.Module = Llama(SIZES["small"])
+    model: nn.Module = Llama(SIZES["tiny"])
     before, after = Path(folder, f"{number - 1}"), Path(folder, f"{number}")
     inner = {"lr": LR, "betas": (0.9, 0.95), "weight_decay": 0.1}
     if method == "edit":

@@ -244,14 +244,36 @@ def test_the_job_goes_on_with_more_ranks_and_stops_by_tokens(
     assert saved == ["step-0000008", "step-0000012"]  # 12 = 8 + (1024 - 512) / 128
 
 
-def two_replicas(rank: int, out: Path) -> dict[str, Any]:
-    flags = f"{BASE} --resume auto --stop-tokens 1024 --save-every 4"
+def run_two(out: Path, flags: str) -> train_llama.Result:
     args = train_llama.parse([*flags.split(), "--data", str(EXAMPLES), "--out", str(out)])
     training, unseen = (train_llama.Windows(text, args.length) for text in train_llama.load_text(args.data))
     held_out = torch.stack([unseen[index] for index in range(4)])
-    found = train_llama.train("edit", args, mesh(2, 1), training, held_out, out)
+    return train_llama.train(args.method, args, mesh(2, 1), training, held_out, out)
+
+
+def two_replicas(rank: int, out: Path) -> dict[str, Any]:
+    found = run_two(out, f"{BASE} --resume auto --stop-tokens 1024 --save-every 4")
     train_llama.show([found], mesh(2, 1))  # its reports are of different numbers of replicas
     return vars(found)
+
+
+def by_the_clock(rank: int, out: Path) -> tuple[int, list[int]]:
+    """Replicas of different speed, so with different numbers of steps; saved after each round, and resumed."""
+    base = "--method a_edit --size tiny --batch 2 --length 32 --interval-seconds 0.1 --sync-warmup 2 --save-every 1"
+    run_two(out, f"{base} --steps 20")
+    found = run_two(out, f"{base} --steps 40 --resume auto")
+    return found.tokens, [report.round for report in found.reports]
+
+
+def test_replicas_that_go_by_the_clock_save_and_resume(tmp_path: Path) -> None:
+    a, b = processes(2, by_the_clock, tmp_path)
+    assert a == b
+    tokens, rounds = a
+    assert tokens >= 40 * 2 * 2 * 32
+    assert rounds == list(range(1, len(rounds) + 1))
+    saved = sorted(path.name for path in (tmp_path / "a_edit" / "checkpoints").iterdir())
+    assert len(saved) == 2
+    assert saved[-1] == f"round-{rounds[-1]:06}" or saved[-1] == f"round-{rounds[-1] - 1:06}"
 
 
 def test_two_methods_under_torchrun(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def _folders(directory: Path) -> list[tuple[int, Path]]:
     found = []
     for mark in directory.glob(f"*/{MARK}"):
         if not mark.parent.is_symlink():
-            with suppress(FileNotFoundError):  # another rank is pruning
+            with suppress(FileNotFoundError):  # it is being removed
                 found.append((int(mark.read_text()), mark.parent))
     return sorted(found, reverse=True)
 
@@ -82,7 +82,10 @@ def _begin(path: Path) -> Path:
         shutil.rmtree(partial)
     number = 1 + max((number for number, _ in _folders(path.parent)), default=0)
     partial.mkdir(parents=True)
-    (partial / MARK).write_text(f"{number}")
+    with open(partial / MARK, "w") as mark:
+        mark.write(f"{number}")
+        mark.flush()
+        os.fsync(mark.fileno())
     return partial
 
 
@@ -101,12 +104,14 @@ def _publish(partial: Path, path: Path, metadata: Metadata, keep: int | None) ->
             os.fsync(handle)
         os.close(handle)
     if keep is not None:
-        complete = [old for _, old in _folders(path.parent) if not _is_partial(old)]
-        for old in complete[keep:]:
-            old.rename(old.with_name(old.name + PARTIAL))  # first: what is half removed is not complete
-        for _, old in _folders(path.parent):
-            if _is_partial(old):
-                shutil.rmtree(old, ignore_errors=True)
+        try:
+            complete = [old for _, old in _folders(path.parent) if not _is_partial(old)]
+            for old in complete[keep:]:
+                old.rename(old.with_name(old.name + PARTIAL))  # first: what is half removed is not complete
+            for old in [old for _, old in _folders(path.parent) if _is_partial(old)]:
+                shutil.rmtree(old)
+        except OSError as error:  # the new one is complete all the same
+            log.warning("old checkpoints beside %s could not be removed: %s", path, error)
 
 
 # ------------------------------------------------------------------------------------------------ save
@@ -210,9 +215,10 @@ def _sums(optimizer: LocalSGDOptimizer) -> list[int]:
 def _compare(replicas: Replicas, path: Path, sums: list[int]) -> bool:
     """Collective. Raise if ranks name different paths. Returns whether replicas differ in ``sums``."""
     said = replicas.gather_objects((str(path), sums), files=True)
-    if len({each for each, _ in said.values()}) > 1:
+    paths = {rank: each for rank, (each, _) in said.items()}
+    if len({*paths.values()}) > 1:
         raise ValueError(
-            f"path must be the same on all ranks, but is { ({rank: each for rank, (each, _) in said.items()}) }: "
+            f"path must be the same on all ranks, but is {paths}: "
             "ask edit.latest on one rank, and tell the others"
         )
     columns = zip(*replicas.grid, strict=True)  # the ranks that hold the same shard
@@ -226,7 +232,8 @@ def _entries(optimizer: LocalSGDOptimizer, extra: Any, apart: bool) -> dict[str,
     packed = optimizer.state_dict()
     params, frozen, buffers, objects = _contents(optimizer)
     ids = state.keys_of(optimizer.inner.param_groups, packed["param_groups"])
-    entries = {f"{mine}.model." * apart + "frozen." * (not apart) + name: t for name, t in frozen.items()}
+    of_frozen = f"{mine}.model" if apart else "frozen"
+    entries = {f"{of_frozen}.{name}": param for name, param in frozen.items()}
     entries |= {f"{mine}.model.{name}": param for name, param in params.items()}
     run: dict[str, Any] = {}
     scalars: dict[str, dict[str, Any]] = {}
