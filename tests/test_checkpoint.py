@@ -126,8 +126,8 @@ AT = [1, WARMUP, 3, WARMUP + INTERVAL, 6, WARMUP + 2 * INTERVAL] if THOROUGH els
 def test_resume_is_exact(tmp_path: Path, shards: int, make: Any, methods: list[str]) -> None:
     """Bitwise the run that never stopped, after every step, with each method."""
     rest = tmp_path, methods, shards, AT, make
-    whole = processes(4, each, whole_run, *rest, timeout=250)
-    again = processes(4, each, resumed_runs, *rest, timeout=250)
+    whole = processes(4, each, whole_run, *rest, timeout=1500 if THOROUGH else 100)
+    again = processes(4, each, resumed_runs, *rest, timeout=1500 if THOROUGH else 100)
     for of_rank, found_by_rank in zip(whole, again, strict=True):
         for (states, end), found in zip(of_rank, found_by_rank, strict=True):
             assert list(found) == AT
