@@ -1,6 +1,6 @@
 """Replicas come and go: held-out perplexity of EDiT and of data-parallel training with the same workers.
 
-    python benchmarks/elastic.py            # 1 -> 2 -> 4 and 4 -> 2 -> 1 workers, three seeds; about a quarter of an hour
+    python benchmarks/elastic.py            # 1 -> 2 -> 4 and 4 -> 2 -> 1 workers, three seeds; half an hour
     python benchmarks/elastic.py up --quick # the first alone, one seed, a tenth of the steps
 
 A stage is a job of its own: it ends with sync() and edit.save, and the next one resumes with edit.load on another

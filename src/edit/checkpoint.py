@@ -154,7 +154,7 @@ def save(
     what = f"edit.save({path})"
     replicas = optimizer.replicas
     leads = replicas.rank == replicas.leader
-    wait_for(optimizer)
+    _wait_for(optimizer)
     # All that is said here goes through a group of its own: on `control`, a replica that is a step ahead may
     # have an exchange of its next round under way. The thread uses it too: whoever comes here waited for it.
     where = _ranks(replicas)
@@ -183,7 +183,8 @@ def save(
                     if leads:
                         _publish(partial, path, metadata, keep)
             except BaseException as error:
-                log.error("%s", error)
+                if background:  # else whoever called is told at once
+                    log.error("%s", error)
                 if leads:
                     shutil.rmtree(partial, ignore_errors=True)
                 raise
@@ -199,7 +200,7 @@ def save(
     return saved
 
 
-def wait_for(optimizer: LocalSGDOptimizer) -> None:
+def _wait_for(optimizer: LocalSGDOptimizer) -> None:
     """Wait for a save in the background, and raise if it failed: on all ranks alike."""
     saving, optimizer._saving = optimizer._saving, None
     if saving is not None:
@@ -283,7 +284,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: LocalSGDOpti
     path = Path(path)
     what = f"edit.load({path})"
     replicas = optimizer.replicas
-    wait_for(optimizer)
+    _wait_for(optimizer)
     where = _ranks(replicas)
     _compare(replicas, path, [])
     with agree(replicas, what, files=True):
@@ -396,15 +397,13 @@ class _Source:
         packed["state"] = {ids[self._named[name]]: values for name, values in states.items() if values}
         for group, mine in zip(packed["param_groups"], _names(optimizer), strict=True):
             # By what is in it: groups may have been built in another order.
-            shared, options = max(
-                (
-                    (len({*mine} & {*theirs}), old)
-                    for theirs, old in zip(rest["named"], rest["groups"], strict=True)
-                ),
-                key=lambda pair: pair[0],
-            )
-            if shared:
-                group |= options
+            pairs = zip(rest["named"], rest["groups"], strict=True)
+            theirs, options = max(pairs, key=lambda pair: len({*mine} & {*pair[0]}))
+            if {*mine} & {*theirs}:
+                for key, value in options.items():
+                    old = group.get(key)
+                    moved = isinstance(value, Tensor) and isinstance(old, Tensor)  # a learning rate, maybe
+                    group[key] = value.to(old.device) if moved else value
             else:
                 log.warning(
                     "the checkpoint has no group with %s: it keeps the options it was built with", mine[:3]
