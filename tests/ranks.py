@@ -159,7 +159,11 @@ def _threaded_world(watch: _Watch) -> Iterator[dist.Store]:
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
     try:
-        with watch.installed(), _named_groups():
+        with (
+            watch.installed(),
+            _named_groups(),
+            mock.patch("edit.background.Thread", functools.partial(_Thread, watch)),
+        ):
             yield dist.HashStore()
     finally:
         watch.stopped = watch.left = True  # a thread that hung must not touch the next world when it wakes up
@@ -167,6 +171,24 @@ def _threaded_world(watch: _Watch) -> Iterator[dist.Store]:
         threaded._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         sys.excepthook = excepthook  # init_process_group wraps it, once per rank, and never unwraps it
+
+
+class _Thread(threading.Thread):
+    """A thread of a rank: it lives in the rank's world of groups."""
+
+    def __init__(self, watch: _Watch, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.watch, self.world = watch, threaded.ThreadLocalWorld()._get_world()
+
+    def run(self) -> None:
+        threaded.ThreadLocalWorld._world.world = self.world
+        with self.watch.lock:
+            self.watch.threads += 1
+        try:
+            super().run()
+        finally:
+            with self.watch.lock:
+                self.watch.threads -= 1
 
 
 @contextlib.contextmanager
@@ -191,6 +213,7 @@ class _Watch:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.stopped = self.left = False
+        self.threads = 0  # that ranks have started and that live: whoever waits may wait for one of these
         self.lock = threading.Lock()
         self.ended: set[int] = set()
         self.waiting: dict[threaded.Collective, dict[int, str]] = {}  # incomplete: {rank: what it called}
@@ -246,7 +269,7 @@ class _Watch:
 
     def _check(self) -> None:
         waiting = {rank: call for calls in self.waiting.values() for rank, call in calls.items()}
-        if waiting and len(waiting) + len(self.ended) == self.world_size:
+        if waiting and not self.threads and len(waiting) + len(self.ended) == self.world_size:
             raise RuntimeError(f"deadlock: waiting {waiting}, ended {sorted(self.ended)}")
 
 

@@ -393,8 +393,8 @@ def test_keys_of_a_state_are_the_documented_ones() -> None:
         for key in kept
         if not key.startswith(("edit_run", "edit_penalty.", "edit_buffer.", "edit_outer_group."))
     }
-    assert first["edit_run"].shape == (11,)
-    assert first["edit_run"].tolist()[1:7] == [3, 1, 2, 2, 1, 1]  # in the order of the page
+    assert first["edit_run"].shape == (12,)
+    assert first["edit_run"].tolist()[1:8] == [3, 1, 0, 2, 2, 1, 1]  # in the order of the page
 
 
 def test_documented_defaults_are_the_defaults() -> None:

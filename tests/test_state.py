@@ -53,6 +53,13 @@ METHODS: dict[str, Callable[[Clock], dict[str, Any]]] = {
     "diloco": lambda clock: edit.methods.diloco(INTERVAL),
     "post_local_sgd": lambda clock: edit.methods.post_local_sgd(INTERVAL, WARMUP),
     "heavy-ball": lambda clock: {"schedule": edit.EverySteps(INTERVAL), "outer": edit.HeavyBall()},
+    "edit-late": lambda clock: {**edit.methods.edit(INTERVAL, WARMUP), "penalty": PENALTY, "delay": 2},
+    "a_edit-late": lambda clock: {
+        **edit.methods.a_edit(INTERVAL, WARMUP),
+        "schedule": edit.EverySeconds(INTERVAL, WARMUP, clock),
+        "delay": 1,
+    },
+    "co2": lambda clock: edit.methods.co2(INTERVAL),
     "outer-adam": lambda clock: {
         "schedule": edit.EverySteps(INTERVAL),
         "outer": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
@@ -174,8 +181,17 @@ def test_fault_8_and_9_what_a_state_holds(shards: int) -> None:
         for key in ("mean", "var", "count", "streak"):
             assert first[f"edit_penalty.{key}"].shape == (2, layers)
         assert (first["edit_penalty.count"] == 1).all()  # one round is done, the second is due
-        _, local, steps, rounds, total, due, anchored, seconds, *_ = first["edit_run"].tolist()
-        assert (local, steps, rounds, total, due, anchored, seconds) == (8, INTERVAL, 1, 10, 1, 1, 0)
+        _, local, steps, since, rounds, total, due, anchored, seconds, *_ = first["edit_run"].tolist()
+        assert (local, steps, since, rounds, total, due, anchored, seconds) == (
+            8,
+            INTERVAL,
+            0,
+            1,
+            10,
+            1,
+            1,
+            0,
+        )
 
     threads(2 * shards, fn)
 

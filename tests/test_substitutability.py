@@ -661,7 +661,7 @@ def test_trap_10_checkpoint_initialisation_is_not_a_step(shape: Any, lr: str, wa
             assert state["state"]["up.weight"].keys() >= KEYS
             assert {"edit_anchor", "edit_outer.momentum_buffer"} <= state["state"]["blocks.1.lin.bias"].keys()
         assert (optimizer.local_steps, optimizer.rounds, hooks) == (0, 0, [])
-        assert optimizer.state_dict()["state"][0]["edit_run"][1:7].count_nonzero() == 0  # no anchor
+        assert optimizer.state_dict()["state"][0]["edit_run"][1:8].count_nonzero() == 0  # no anchor
         assert optimizer.param_groups[0]["lr"] == rate
         assert all(p.grad is None for p in model.parameters())
         assert equal(before, values(model))

@@ -44,13 +44,15 @@ class Buffers:
         for tensor, value in zip(self.tensors(), values, strict=True):
             tensor.copy_(value)
 
-    def contribution(self, counted: bool, first: bool) -> Tensor:
+    def contribution(self, tensors: list[Tensor], counted: bool, first: bool) -> Tensor:
         """What this replica adds to the sum: float64 ``[values of all buffers | 0 or 1 per buffer]``.
 
-        ``counted``: whether this replica has a part in the round; ``first``: whether it is replica 0.
+        ``tensors``: the buffers, as they are or were at the launch; ``counted``: whether this replica has a part in the round; ``first``: whether it is replica 0.
         """
         values, counts = [], []
-        for tensor in self.tensors():
+        if not tensors:
+            return torch.empty(0)  # which nobody sends
+        for tensor in tensors:
             floating = tensor.is_floating_point()
             numbers = (tensor.flatten() if floating else _as_bytes(tensor)).double()
             # On the device: nothing is read on the host.
@@ -59,16 +61,25 @@ class Buffers:
             counts.append(count)
         return torch.cat([*values, torch.stack(counts).double()])
 
-    def apply(self, total: Tensor) -> None:
-        """Set buffers and ``agreed`` from the sum of all contributions."""
+    def apply(self, total: Tensor, start: list[Tensor] | None) -> None:
+        """Set ``agreed`` from the sum of all contributions, and the model's buffers to that.
+
+        ``start``: the buffers at the launch of a round that is applied late: what has changed since, and is
+        finite, stays this replica's own. (Statistics forget: to add what changed since, as to parameters, could
+        make a variance negative.)
+        """
         counts = total[len(total) - len(self.agreed) :]
-        start = 0
+        begin = 0
         for agreed, count in zip(self.agreed, counts, strict=True):
             flat = agreed.view(-1) if agreed.is_floating_point() else _as_bytes(agreed)
-            end = start + flat.numel()
-            flat.copy_(torch.where(count > 0, total[start:end] / count, flat))
-            start = end
-        self.write(self.agreed)
+            end = begin + flat.numel()
+            flat.copy_(torch.where(count > 0, total[begin:end] / count, flat))
+            begin = end
+        for index, (tensor, agreed) in enumerate(zip(self.tensors(), self.agreed, strict=True)):
+            own = tensor.new_zeros((), dtype=torch.bool)
+            if start is not None:  # on the device: nothing is read on the host
+                own = (tensor != start[index]).any() & tensor.isfinite().all()
+            tensor.copy_(torch.where(own, tensor, agreed))
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ A folder holds, by full parameter names and placed as the parameters are, so tha
 * ``edit_anchor.NAME``, ``edit_outer.KEY.NAME``: anchor and outer state, once for all replicas;
 * ``frozen.NAME``: what does not train, once if replicas have it alike;
 * ``replica.I.model.NAME``: live parameters of replica ``I``;
-* ``replica.I.inner.KEY.NAME``: the inner optimizer's state of it;
+* ``replica.I.inner.KEY.NAME``: the inner optimizer's state of it, and with ``delay`` its parameters at the launch;
 * ``replica.I.rank.M``: all the rest, of its rank ``M``: buffers, which may differ between its ranks, counters, the
   penalty's memory, parameter groups, scalars of both optimizers, random state, and the user's ``extra``.
 """
@@ -243,8 +243,8 @@ def _entries(optimizer: LocalSGDOptimizer, extra: Any, apart: bool) -> dict[str,
             if key.startswith(state.OF_RUN):
                 run[key] = value
             elif key != state.BEGAN and _is_like(value, param):
-                ours = key.startswith(state.PREFIX)
-                entries[f"{key}.{name}" if ours else f"{mine}.inner.{key}.{name}"] = value
+                shared = key.startswith((state.ANCHOR, state.OUTER))
+                entries[f"{key}.{name}" if shared else f"{mine}.inner.{key}.{name}"] = value
             else:
                 scalars.setdefault(name, {})[key] = value
     rest = {

@@ -74,8 +74,10 @@ class Layer:
         """This rank's part of each parameter: shares its storage."""
         return [local(param) for param in self.params]
 
-    def read(self, flat: Tensor) -> Tensor:
-        """``flat <- θ``."""
+    def read(self, flat: Tensor | None = None) -> Tensor:
+        """``flat <- θ``; a new one if none is given."""
+        if flat is None:
+            flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         return torch.cat([value.reshape(-1) for value in self.values()], out=flat)
 
     def write(self, flat: Tensor) -> None:
@@ -83,9 +85,10 @@ class Layer:
         for part, value in zip(self.parts(flat), self.values(), strict=True):
             value.copy_(part)
 
-    def pseudo_gradient(self, anchor: Tensor, out: Tensor) -> Tensor:
-        """``out <- round(a) - θ``: a replica that did not move has exactly 0, in bf16 too."""
-        self.read(out)
+    def pseudo_gradient(self, anchor: Tensor, out: Tensor, start: Tensor | None = None) -> Tensor:
+        """``out <- round(a) - θ``, θ being ``start`` or else the parameters: a replica that did not move has
+        exactly 0, in bf16 too."""
+        self.read(out) if start is None else out.copy_(start)
         if all(dtype == out.dtype for dtype in self.dtypes):
             return torch.sub(anchor, out, out=out)
         for a, part, dtype in zip(self.parts(anchor), self.parts(out), self.dtypes, strict=True):

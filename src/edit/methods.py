@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .outer import Average, Nesterov
+from .outer import Average, HeavyBall, Nesterov
 from .penalty import PseudoGradientPenalty
 from .schedule import EverySeconds, EverySteps
 
@@ -34,3 +34,8 @@ def diloco(interval: int = 500) -> dict[str, Any]:
 def post_local_sgd(interval: int = 16, warmup_steps: int = 1000) -> dict[str, Any]:
     """Post Local SGD (Lin et al. 2020): warm-up, then the mean of the parameters."""
     return {"schedule": EverySteps(interval, warmup_steps), "penalty": None, "outer": Average()}
+
+
+def co2(interval: int = 48) -> dict[str, Any]:
+    """CO2 (Sun et al. 2024): plain mean, clipped heavy ball, applied one round late, no warm-up."""
+    return {"schedule": EverySteps(interval), "penalty": None, "outer": HeavyBall(), "delay": interval}

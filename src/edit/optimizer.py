@@ -26,7 +26,7 @@ from .hooks import Gate, GradientAverage
 from .layers import Layer, cut
 from .outer import Nesterov, Outer
 from .penalty import MEAN, Penalty, PseudoGradientPenalty
-from .round import Round, RoundReport
+from .round import Round, RoundReport, Start
 from .schedule import EverySteps, Progress, Schedule
 from .setup import (
     agree,
@@ -73,7 +73,8 @@ class LocalSGDOptimizer(WrappedOptimizer):
         offload: where anchor and outer state live. ``None``: beside the parameters; ``"cpu"``: host memory.
         layers: the modules that synchronise together, instead of the default cut.
         prefetch: layers whose traffic is under way ahead of the one being computed.
-        delay: inner steps by which a round is applied late. Only 0 in this version.
+        delay: inner steps by which a round is applied late. Its traffic runs in the background of these steps,
+            and what was learned meanwhile is kept. At most the interval of ``EverySteps``. 0: in the next forward.
         timeout: of the package's process groups. Default: an hour, plus four intervals of a clock.
         **inner_kwargs: for ``inner``, e.g. ``lr=3e-4``.
 
@@ -115,17 +116,21 @@ class LocalSGDOptimizer(WrappedOptimizer):
             waits = getattr(self.schedule, "interval", 0) if hasattr(self.schedule, "clock") else 0
             timeout = timedelta(hours=1, seconds=4 * float(waits))
         self.model, self._offload, self._prefetch, self._chosen = model, offload, prefetch, layers
+        self._delay = delay
         self._settings = {
             "schedule": _setting(self.schedule),
             "penalty": _setting(self.penalty),
             "outer": _setting(self._make_outer),
             "offload": offload,
             "prefetch": prefetch,
+            "delay": delay,
         }
         self.local_steps = self.rounds = self.total_steps = 0
-        self._steps = 0  # since the last round
+        self._steps = 0  # since the last launch
         self._due = False  # from launch (or loading) to completion of a round
         self._round: Round | None = None
+        self._round_steps = 0  # those that the round under way is about
+        self._start: Start | None = None  # of a round to be applied late
         self._fresh: set[nn.Module] = set()  # units written in this forward and not gathered since
         self._in_forward = self._in_consensus = False
         self._failure: BaseException | None = None
@@ -156,24 +161,30 @@ class LocalSGDOptimizer(WrappedOptimizer):
     # ------------------------------------------------------------------------------------------- story
 
     def step(self, closure: Callable[[], Any] | None = _NOT_GIVEN) -> Any:
-        """One inner step; then, if the schedule says so, the launch of a round.
+        """One inner step; then, if the schedule says so, the launch of a round; with ``delay``, before that, the
+        end of the last one.
 
         Layers of a round that no forward reached are done first. Returns what the inner step returns.
         """
         if closure is None and self._is_dry_run():
             return self.inner.step()
         self._check_usable()
+        if self._delay and self._due and self._round is None:
+            self._launch(called=False)  # again: it was under way when it was saved
         if closure is None or closure is _NOT_GIVEN:
-            self._finish_round()
+            if not self._delay:
+                self._finish_round()
             self._begin()
             result = self.inner.step()
         else:
             self._begin()
-            result = self.inner.step(self._finishing(closure))
+            result = self.inner.step(closure if self._delay else self._finishing(closure))
         self.local_steps += 1
         if self.local_steps > self.schedule.warmup_steps:
             self._steps += 1
-            if self._replica_clock.due(self._progress()):
+            if self._due and self._steps >= self._delay:
+                self._finish_round(asked=True)
+            if not self._due and self._replica_clock.due(self._progress()):
                 self._launch(called=False)
         else:
             self.total_steps += self.replicas.count
@@ -204,10 +215,16 @@ class LocalSGDOptimizer(WrappedOptimizer):
             self._finish_round(asked=True)
 
     def _launch(self, called: bool) -> None:
-        """Start a round. From here on it is due until it is done."""
-        self._due = self._gate.open = True
-        self._replica_clock.restart()
+        """Start a round. From here on it is due until it is done. ``called``: by :meth:`sync`, to be done at once."""
         with self._failing():
+            problem = self._problem()
+            if not self._due:  # else it was due when the state was loaded
+                self._due, self._round_steps, self._steps = True, self._steps, 0
+                self._last_round = self._time()
+            if self._delay and self._start is None and not called and problem is None:
+                self._start = Start([layer.read() for layer in self._layers], self._buffers.clone())
+            self._gate.open = self._start is None
+            self._replica_clock.restart()
             self._round = Round(
                 self.replicas,
                 self._layers,
@@ -217,12 +234,13 @@ class LocalSGDOptimizer(WrappedOptimizer):
                 self._memory,
                 self._buffers,
                 self.inner,
+                start=self._start,
                 elements=self._elements,
                 prefetch=self._prefetch,
                 number=self.rounds + 1,
-                steps=self._steps,
+                steps=self._round_steps,
                 called=called,
-                problem=self._problem(),
+                problem=problem,
             )
 
     def _decided(self) -> Round:
@@ -254,6 +272,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
                 gather_early(unit)
 
     def _advance(self, through: int) -> None:
+        began = self._time()
         round = self._decided()
         before = round.done
         with self._failing():
@@ -261,10 +280,13 @@ class LocalSGDOptimizer(WrappedOptimizer):
         for layer in self._layers[before : round.done]:
             self._fresh.update(self._units[unit_key(unit)][1] for unit in layer.units)
         if round.complete:
-            self._round, self._due, self._steps = None, False, 0
+            # A late round's seconds count from its launch, but for those that the loop stood still: replicas that
+            # launch too early wait here, and so fall into step.
+            late = self._start is not None
+            self._last_round = self._last_round + (self._time() - began) if late else self._time()
+            self._round, self._due, self._start = None, False, None
             self.total_steps += int(round.steps.sum())
             self.rounds += 1
-            self._last_round = self._time()
             if self._round_hooks:  # a report reads the device
                 report = round.report(self.total_steps)
                 for hook in list(self._round_hooks.values()):
@@ -273,11 +295,11 @@ class LocalSGDOptimizer(WrappedOptimizer):
     def _finish_round(self, asked: bool = False) -> None:
         """Do what no forward has reached; nothing is gathered or hooked until the next launch."""
         if self._due:
-            left = self._layers[self._decided().done :]
+            left = [] if asked else self._layers[self._decided().done :]
             stale = [
                 layer.name
                 for layer in left
-                if not asked and any(p.grad is not None and local(p.grad).any() for p in layer.params)
+                if any(p.grad is not None and local(p.grad).any() for p in layer.params)
             ]
             self._advance(len(self._layers) - 1)
             if stale:

@@ -1,4 +1,4 @@
-"""One sync round: exchange -> verdicts -> per layer: combine, clip, outer step, restart.
+"""One sync round: exchange -> verdicts -> per layer: combine, clip, outer step, restart; now or late.
 
 Symbols as in docs/algorithm.md: ``a`` anchor, ``θ`` live parameters, ``Δ = a - θ``, ``G`` norms ``[R, L]``,
 ``w`` weights ``[R, L]``, ``s`` inner steps ``[R]``.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .anchor import Anchor
+from .background import Background
 from .buffers import Buffers
 from .comm import Replicas, SyncError, Work, reshard
 from .layers import Layer
@@ -25,6 +26,16 @@ State = dict[str, Tensor]
 # Behind the L columns of squared norms, one row a replica:
 _STEPS, _STEPS_SQUARED, _FLAGS, _SQUARES, _TIME, _EXTRA = range(6)
 _PROBLEM = 2.0**20  # a rank that cannot take part adds this to the flags, so that all ranks raise
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a replica had at the launch of a round that is applied late; copies."""
+
+    flats: list[Tensor]
+    """Parameters: one flat vector a layer, in its dtype."""
+    buffers: list[Tensor]
+    """Persistent buffers."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +76,17 @@ class RoundReport:
 class Round:
     """One round under way. Nothing that lasts changes before the layer in question is done.
 
-    Every rank issues the same collectives in the same order, whatever its forward does: the exchange, the
-    verdicts, buffers, then per layer, in the order of ``layers``, a sum over the replicas and a scalar
-    inside the replica. *When* a rank goes on is its own affair; what it does next never is.
+    In every group, every rank issues the same collectives in the same order, whatever its forward does: the
+    exchange, the verdicts, buffers, then per layer, in the order of ``layers``, a sum over the replicas and a
+    scalar inside the replica. *When* a rank goes on is its own affair; what it does next never is.
+
+    At once (``start=None``), a layer's traffic begins when the forward comes near it. Late, a thread carries all
+    of it from the launch on, from copies made at the launch, while training goes on; :meth:`advance` then waits
+    for the thread, and what a replica has learned since ``start`` is kept. Until the thread has ended, nothing
+    else uses the package's groups.
 
     Args:
+        start: of a round to be applied late.
         elements: of one replica.
         number: of this round, from 1.
         steps: inner steps of this replica since its last round.
@@ -91,7 +108,8 @@ class Round:
         buffers: Buffers,
         inner: torch.optim.Optimizer,
         *,
-        elements: int,
+        start: Start | None,
+        elements: float,
         prefetch: int,
         number: int,
         steps: int,
@@ -101,46 +119,85 @@ class Round:
         self.replicas, self.layers, self.columns = replicas, layers, columns
         self.anchor, self.penalty, self.memory = anchor, penalty, memory
         self.buffers, self.inner, self.prefetch, self.number = buffers, inner, prefetch, number
-        self.elements, self.moved, self.problem = elements, steps > 0, problem
+        self.start, self.elements, self.moved, self.problem = start, elements, steps > 0, problem
         self.decided = False
         self.done = 0  # layers, counted in order
+        self._deltas: list[Tensor] | None = None
+        self._sent = 0
         self._flying: dict[int, tuple[Tensor, Work | None]] = {}
-        self._started = 0
+        self._combined: dict[int, tuple[Tensor, Tensor]] = {}
         self._clip = torch.full((len(columns),), torch.nan, dtype=torch.float64)
         self._factors: dict[int, Tensor] = {}
         self._waited = 0.0
         self._bytes = replicas.bytes_sent
         self._launched = time.perf_counter()
-        self._launch(steps, called)
+        self._buffers_done = False
+
+        self._matrix = torch.zeros(replicas.count, len(columns) + _EXTRA, dtype=torch.float64)
+        extra = self._matrix[replicas.index, len(columns) :]
+        extra[_STEPS], extra[_STEPS_SQUARED] = steps, steps**2
+        extra[_FLAGS] = float(called) + (_PROBLEM if problem else 0.0)
+        extra[_TIME] = time.time() if replicas.member == 0 else 0.0
+        measured = self._measure()
+        self._thread: Background | None = None
+        if start is None:
+            self._announce(measured)
+        else:
+            self._thread = Background(lambda: self._carry(measured), measured.device)
+
+    def _carry(self, measured: Tensor) -> None:
+        """All the traffic of a late round."""
+        self._announce(measured)
+        self._judge()
+        self._combine_buffers()
+        for index in range(len(self.layers)):
+            self._send(index)
+        for index in range(len(self.layers)):
+            self._receive(index)
 
     # ---------------------------------------------------------------------------------------- exchange
 
-    def _launch(self, steps: int, called: bool) -> None:
-        """Squared norms, steps, flags of this rank into its replica's row; sum over all ranks."""
-        replicas, width = self.replicas, len(self.columns)
-        self._matrix = torch.zeros(replicas.count, width + _EXTRA, dtype=torch.float64)
-        row = self._matrix[replicas.index]
-        if self.layers and self.problem is None:
-            squares, anchors = [], []
-            for index, layer in enumerate(self.layers):
-                a = self.anchor.fetch(index, layer)
-                delta = layer.pseudo_gradient(a, torch.empty_like(a))
-                squares.append(layer.squares(delta))
-                anchors.append(layer.squares(a))
-                del a, delta
-            measured = torch.stack([*squares, *anchors]).cpu()  # the one host read of a round
-            row[[layer.column for layer in self.layers]] = measured[: len(squares)]
-            row[width + _SQUARES] = measured[len(squares) :].sum()
-        row[width + _STEPS], row[width + _STEPS_SQUARED] = steps, steps**2
-        row[width + _FLAGS] = float(called) + (_PROBLEM if self.problem else 0.0)
-        row[width + _TIME] = time.time() if replicas.member == 0 else 0.0
+    def _measure(self) -> Tensor:
+        """``[2, layers]``: this rank's share of the squared norms of Δ and of a. Nothing waits for the device."""
+        if not self.layers or self.problem is not None:
+            return torch.zeros(2, 0, dtype=torch.float64)
+        squares, anchors, deltas = [], [], []
+        for index, layer in enumerate(self.layers):
+            a = self.anchor.fetch(index, layer)
+            delta = self._pseudo_gradient(index, a)
+            squares.append(layer.squares(delta))
+            anchors.append(layer.squares(a))
+            if self.start is not None:
+                deltas.append(delta)
+            del a, delta
+        self._deltas = deltas or None
+        return torch.stack([*squares, *anchors]).view(2, -1)
+
+    def _pseudo_gradient(self, index: int, anchor: Tensor) -> Tensor:
+        start = None if self.start is None else self.start.flats[index]
+        return self.layers[index].pseudo_gradient(anchor, torch.empty_like(anchor), start)
+
+    def _announce(self, measured: Tensor) -> None:
+        """This rank's numbers into its replica's row; sum over all ranks."""
+        row, width = self._matrix[self.replicas.index], len(self.columns)
+        if measured.numel():
+            squares, anchors = measured.cpu()  # the one host read of a round
+            row[[layer.column for layer in self.layers]] = squares
+            row[width + _SQUARES] = anchors.sum()
         with self._traffic("exchange of norms"):
-            self._exchange = replicas.start_exchange(self._matrix)
+            self._exchange = self.replicas.start_exchange(self._matrix)
 
     def decide(self) -> None:
+        """Wait for the verdicts; late, for all traffic."""
+        if self._thread is not None:
+            with self._waiting():
+                self._thread.wait()
+            self._thread = None
+        if not self.decided:
+            self._judge()
+
+    def _judge(self) -> None:
         """Wait for the exchange; get the leader's verdicts."""
-        if self.decided:
-            return
         replicas, width = self.replicas, len(self.columns)
         if self._exchange is not None:
             with self._traffic("exchange of norms"):
@@ -178,6 +235,7 @@ class Round:
         self.out = (self.weights == 0) & ~stood
         # As plain numbers and views, once: to index tensors would be most of the work on a small layer.
         self._mine = self.weights[replicas.index].tolist()
+        self._gone = self.out[replicas.index].tolist()
         self._left = self.weights.any(0).tolist()
         self._finite = self.norms[replicas.index].isfinite().tolist()
         self._verdicts = [(self.memory[key].unbind(-1), new.unbind(-1)) for key, new in self._new.items()]
@@ -221,49 +279,69 @@ class Round:
     # ------------------------------------------------------------------------------------------ layers
 
     def advance(self, through: int) -> None:
-        """Do all layers up to index ``through``, and have the traffic of the next ones under way."""
-        if self.done > through:
+        """Do all layers up to index ``through``; at once, have the traffic of the next ones under way."""
+        if self.layers and self.done > through:
             return
+        late = self.start is not None
         self.decide()
-        if self._started == 0 and self.buffers.names:
-            index = self.replicas.index
-            takes_part = self.moved and not bool(self.out[index].all())
-            total = self.buffers.contribution(takes_part, index == 0)
-            with self._traffic("averaging buffers"):
-                if (work := self.replicas.start_sum(total)) is not None:
-                    work.wait()
-            self.buffers.apply(total)
+        if not self._buffers_done:
+            if not late:
+                self._combine_buffers()
+            self.buffers.apply(
+                self._buffer_sum, self.start.buffers if self.start and self._takes_part else None
+            )
+            self._buffers_done = True
         while self.done <= through:
-            while self._started <= min(self.done + self.prefetch, len(self.layers) - 1):
-                self._start(self._started)
-                self._started += 1
-            self._finish(self.done)
+            if not late:
+                for index in range(self._sent, min(self.done + self.prefetch, len(self.layers) - 1) + 1):
+                    self._send(index)
+                self._receive(self.done)
+            self._apply(self.done)
             self.done += 1
         if self.complete:  # columns of layers that only other ranks hold: the leader judges all
             for key, value in self._new.items():
                 self.memory[key].copy_(value)
 
-    def _start(self, index: int) -> None:
+    def _combine_buffers(self) -> None:
+        index = self.replicas.index
+        self._takes_part = self.moved and not bool(self.out[index].all())
+        values = self.buffers.tensors() if self.start is None else self.start.buffers
+        self._buffer_sum = self.buffers.contribution(values, self._takes_part, index == 0)
+        with self._traffic("averaging buffers"):
+            if (work := self.replicas.start_sum(self._buffer_sum)) is not None:
+                work.wait()
+
+    def _send(self, index: int) -> None:
         """``w_i Δ_i``, exactly 0 where this replica is out (0·NaN is not); its sum over the replicas."""
         layer = self.layers[index]
-        flat = torch.empty(layer.numel, dtype=layer.dtype, device=layer.device)
-        if w := self._mine[layer.column]:
-            layer.pseudo_gradient(self.anchor.fetch(index, layer), flat).mul_(w)
+        weight = self._mine[layer.column]
+        if self._deltas is not None:
+            flat = self._deltas[index]
+        elif weight:
+            flat = self._pseudo_gradient(index, self.anchor.fetch(index, layer))
         else:
-            flat.zero_()
+            flat = torch.empty(layer.numel, dtype=layer.dtype, device=layer.device)
+        flat = flat.mul_(weight) if weight else flat.zero_()
         with self._traffic("sum of pseudo gradients", layer):
             self._flying[index] = flat, self.replicas.start_sum(flat)
+        self._sent = index + 1
 
-    def _finish(self, index: int) -> None:
-        """Clip, outer step, restart."""
-        layer, replicas = self.layers[index], self.replicas
-        flat, work = self._flying[index]
+    def _receive(self, index: int) -> None:
+        """``Δ̄``, and its squared norm over the whole layer."""
+        layer = self.layers[index]
+        flat, work = self._flying.pop(index)
         with self._traffic("sum of pseudo gradients", layer):
             if work is not None:
                 work.wait()
         squares = layer.squares(flat)
         with self._traffic("norm of the clip", layer):
-            replicas.sum_inside(squares, layer.name)
+            self.replicas.sum_inside(squares, layer.name)
+        self._combined[index] = flat, squares
+
+    def _apply(self, index: int) -> None:
+        """Clip, outer step, restart."""
+        layer = self.layers[index]
+        flat, squares = self._combined.pop(index)
         if self._left[layer.column]:
             factor = self.penalty.clip(squares.sqrt())
             flat.mul_(factor)
@@ -274,13 +352,15 @@ class Round:
         # Units that stayed gathered (the root, after an evaluation) would not see what is written.
         for unit in layer.units:
             reshard(unit)
-        layer.write(a)
+        if self.start is None or self._gone[layer.column]:
+            layer.write(a)
+        else:  # a + (θ - θ at launch)
+            layer.write(layer.read(flat).sub_(self.start.flats[index]).add_(a))
         if not self._finite[layer.column]:
             for param in layer.params:
                 self.inner.state.pop(param, None)
         for old, new in self._verdicts:
             old[layer.column].copy_(new[layer.column])
-        del self._flying[index]
 
     @property
     def complete(self) -> bool:
@@ -317,12 +397,19 @@ class Round:
 
     @contextmanager
     def _traffic(self, what: str, layer: Layer | None = None) -> Iterator[None]:
-        """Name what fails inside, and count the time as waited."""
-        start = time.perf_counter()
+        """Name what fails inside, and, outside of the thread, count the time as waited."""
         where = f", layer {layer.name}" if layer is not None else ""
+        with (
+            self._waiting() if self.start is None else nullcontext(),
+            self.replicas.naming(f"round {self.number}{where}: {what}"),
+        ):
+            yield
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        start = time.perf_counter()
         try:
-            with self.replicas.naming(f"round {self.number}{where}: {what}"):
-                yield
+            yield
         finally:
             self._waited += time.perf_counter() - start
 

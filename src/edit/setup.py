@@ -11,6 +11,7 @@ from torch import nn
 
 from .comm import Replicas, is_unit, mesh_ranks, wrapper_of
 from .layers import Layer
+from .schedule import EverySteps
 
 
 @contextmanager
@@ -121,9 +122,12 @@ def check_settings(
         raise ValueError(f"prefetch must be an int >= 0 (layers), but is {prefetch!r}: the default is 1")
     if layers is not None and (isinstance(layers, str) or not isinstance(layers, Sequence | nn.ModuleList)):
         raise TypeError(f"layers must be a list of modules or None, but is {layers!r}: use [*model.blocks]")
-    if delay != 0 or isinstance(delay, bool):
+    if isinstance(delay, bool) or not isinstance(delay, int) or delay < 0:
+        raise ValueError(f"delay must be an int >= 0 (inner steps), but is {delay!r}: the default is 0")
+    if isinstance(schedule, EverySteps) and delay > schedule.interval:
         raise ValueError(
-            f"delay must be 0 in this version, but is {delay!r}: a round is applied in the next forward"
+            f"delay must be at most the schedule's interval, {schedule.interval} inner steps, but is {delay}: a "
+            "round must be applied before the next one is launched"
         )
 
 

@@ -18,16 +18,18 @@ from torch import Tensor, nn
 from .anchor import Anchor
 from .comm import local, sharded_like
 from .outer import Outer
+from .round import Start
 
 if TYPE_CHECKING:
     from .optimizer import LocalSGDOptimizer
 
 log = logging.getLogger(__name__)
 PREFIX = "edit_"
-ANCHOR, RUN, BEGAN = PREFIX + "anchor", PREFIX + "run", PREFIX + "outer_began"
+ANCHOR, START, RUN, BEGAN = (PREFIX + name for name in ("anchor", "start", "run", "outer_began"))
 OUTER, OPTION, MEMORY, BUFFER = (PREFIX + name for name in ("outer.", "outer_group.", "penalty.", "buffer."))
-OF_RUN = (RUN, OPTION, MEMORY, BUFFER)  # with the first parameter alone
-_VERSION = 1
+START_BUFFER = PREFIX + "buffer_start."
+OF_RUN = (RUN, OPTION, MEMORY, BUFFER, START_BUFFER)  # with the first parameter alone
+_VERSION = 2
 Entries = dict[nn.Parameter, dict[str, Any]]
 
 
@@ -71,6 +73,8 @@ def export(opt: LocalSGDOptimizer) -> Entries:
     for index, layer in enumerate(opt._layers):
         flat, kept = opt._anchor.flats[index].data, opt._anchor.state_of(index)
         columns = {ANCHOR: flat}
+        if opt._delay:
+            columns[START] = layer.read() if opt._start is None else opt._start.flats[index]
         for key, example in opt._outer_keys.items():
             value = kept.get(key, example)
             if isinstance(value, Tensor) and value.dim() == 1:
@@ -132,8 +136,16 @@ def pack(opt: LocalSGDOptimizer, inner: dict[str, Any]) -> dict[str, Any]:
     for param, entry in export(opt).items():
         states[ids[param]] = {**states.get(ids[param], {}), **entry}
     if opt._layers:
-        run: list[float] = [_VERSION, opt.local_steps, opt._steps, opt.rounds, opt.total_steps]
+        run: list[float] = [
+            _VERSION,
+            opt.local_steps,
+            opt._round_steps,
+            opt._steps,
+            opt.rounds,
+            opt.total_steps,
+        ]
         run += [opt._due, opt._anchor.taken, opt._time() - opt._last_round, *opt._replica_clock.save()]
+        at_start = opt._buffers.clone() if opt._start is None else opt._start.buffers
         states[ids[opt._layers[0].params[0]]] |= {
             RUN: torch.tensor(run, dtype=torch.float64),
             **{
@@ -144,6 +156,11 @@ def pack(opt: LocalSGDOptimizer, inner: dict[str, Any]) -> dict[str, Any]:
             **{
                 BUFFER + clean(name): value.clone()
                 for name, value in zip(opt._buffers.names, opt._buffers.agreed, strict=True)
+            },
+            **{
+                START_BUFFER + clean(name): value.clone()
+                for name, value in zip(opt._buffers.names, at_start, strict=True)
+                if opt._delay
             },
         }
     return inner
@@ -188,7 +205,7 @@ def unpack(opt: LocalSGDOptimizer, state_dict: dict[str, Any]) -> None:
     theirs, entries, first = check(opt, state_dict)
     check_no_round(opt)
     opt.inner.load_state_dict({**state_dict, "state": theirs})
-    opt._due, opt._steps = False, 0
+    opt._due, opt._steps, opt._start = False, 0, None
     opt._fresh.clear()
     opt._replica_clock.restart()
     opt._anchor.forget()
@@ -196,10 +213,12 @@ def unpack(opt: LocalSGDOptimizer, state_dict: dict[str, Any]) -> None:
         log.warning("the state dict has no anchor: the model becomes the anchor when the next step begins")
         opt._gate.open = False
         return
-    _, local_steps, steps, rounds, total_steps, due, has_anchor, seconds, *clock = first[RUN].tolist()
-    opt.local_steps, opt._steps, opt.rounds = int(local_steps), int(steps), int(rounds)
-    opt.total_steps, opt._due = int(total_steps), bool(due)
-    opt._gate.open = opt._due
+    _, local_steps, round_steps, steps, rounds, total_steps, due, has_anchor, seconds, *clock = first[
+        RUN
+    ].tolist()
+    opt.local_steps, opt._round_steps, opt._steps = int(local_steps), int(round_steps), int(steps)
+    opt.rounds, opt.total_steps, opt._due = int(rounds), int(total_steps), bool(due)
+    opt._gate.open = opt._due and not opt._delay
     opt._last_round = opt._time() - seconds
     opt._replica_clock.load(clock)
     for key, number in _options(opt._anchor):
@@ -219,6 +238,24 @@ def unpack(opt: LocalSGDOptimizer, state_dict: dict[str, Any]) -> None:
             agreed.copy_(first[BUFFER + clean(name)])
     if has_anchor:
         restore(opt, entries)
+    if opt._due:
+        _restore_start(opt, entries, first)
+
+
+def _restore_start(opt: LocalSGDOptimizer, entries: Entries, first: dict[str, Any]) -> None:
+    """What the replica had when the pending round was launched. Without ``delay``, here or where it was saved, the
+    round is launched from what it has now."""
+    if opt._delay and all(START in entries.get(param, {}) for layer in opt._layers for param in layer.params):
+        flats = [layer.read() for layer in opt._layers]
+        for layer, flat in zip(opt._layers, flats, strict=True):
+            for param, part in zip(layer.params, layer.parts(flat), strict=True):
+                part.copy_(local(entries[param][START]))
+        buffers = opt._buffers.clone()
+        for name, buffer in zip(opt._buffers.names, buffers, strict=True):
+            buffer.copy_(first[START_BUFFER + clean(name)])
+        opt._start = Start(flats, buffers)
+    else:
+        opt._round_steps, opt._steps = opt._round_steps + opt._steps, 0
 
 
 def check_no_round(opt: LocalSGDOptimizer) -> None:
@@ -232,15 +269,17 @@ def check_no_round(opt: LocalSGDOptimizer) -> None:
 
 def run_at_anchor(run: Tensor) -> Tensor:
     """``run`` (the entry :data:`RUN`) of a replica that starts from the anchor."""
-    version, local_steps, _, rounds, total_steps, _, taken, *_ = run.tolist()
-    return run.new_tensor([version, local_steps, 0, rounds, total_steps, 0, taken, 0, 0, -1, -1])
+    version, local_steps, _, _, rounds, total_steps, _, taken, *_ = run.tolist()
+    return run.new_tensor([version, local_steps, 0, 0, rounds, total_steps, 0, taken, 0, 0, -1, -1])
 
 
 def _check(opt: LocalSGDOptimizer, entries: Entries) -> None:
     for layer in opt._layers:
         for name, param in zip(layer.names, layer.params, strict=True):
             entry = entries.get(param, {})
-            flats = {key: value for key, value in entry.items() if key.startswith(OUTER) and _dim(value)}
+            flats = {
+                key: value for key, value in entry.items() if key.startswith((OUTER, START)) and _dim(value)
+            }
             for key, value in {ANCHOR: entry.get(ANCHOR), **flats}.items():
                 if value is None or value.shape != param.shape or local(value).shape != local(param).shape:
                     raise ValueError(

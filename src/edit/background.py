@@ -1,0 +1,48 @@
+"""Work beside the training loop: one thread, and on an accelerator a stream of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
+from threading import Thread
+
+import torch
+
+
+class Background:
+    """Calls ``work`` in a thread of its own, at once.
+
+    A daemon: a program that ends, or is interrupted, does not wait for replicas that may never come.
+
+    Streams: ``work`` runs on a stream that first waits for the current one, on which its inputs were written;
+    :meth:`wait` makes the current stream wait for it. Whoever keeps the inputs alive until then need not record
+    streams: their memory is freed in the order of the stream that allocated it, after that wait.
+    """
+
+    def __init__(self, work: Callable[[], None], device: torch.device) -> None:
+        self._work, self._device = work, device
+        self._ended: Future[None] = Future()
+        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        if self._module is not None:
+            self._stream = self._module.Stream(device)
+            self._stream.wait_stream(self._module.current_stream(device))
+        Thread(target=self._run, name="edit.round", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            if self._module is not None:  # a thread begins with the first device
+                self._module.set_device(self._device)
+            stream = nullcontext() if self._module is None else self._module.stream(self._stream)
+            with torch.no_grad(), stream:
+                self._work()
+        except BaseException as error:
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
+
+    def wait(self) -> None:
+        """Wait for the end of ``work``; raise what it raised."""
+        self._ended.result()
+        if self._module is not None:
+            self._module.current_stream(self._device).wait_stream(self._stream)
