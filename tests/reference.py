@@ -4,8 +4,8 @@ Written from ``ALGORITHM.md`` alone, to be read beside it: the names are the pag
 functions come in the order of its steps. Nothing here knows of ranks, shards, hooks or overlap. Where the
 page leaves a choice open, the comment begins with "Choice:".
 
-Not here: ``delay``, CO2's outer optimizer, the clock itself (`Reference.run_rounds` is told how many steps
-each replica made between two rounds).
+Not here: the clock itself (`Reference.run_rounds` is told how many steps each replica made between two
+rounds).
 """
 
 from __future__ import annotations
@@ -177,15 +177,29 @@ class Round:
     out: list[list[bool]]  # [R][L]
     weights: list[list[float]]  # [R][L]  all 0 where nobody is left or nobody moved
     clip: list[float | None] = field(default_factory=list)  # [L]  None: no outer step was made
+    called: list[bool] = field(default_factory=list)  # [R]  launched by sync()
     rolled_back: list[bool] = field(default_factory=list)  # [L]  every replica was out
     stepped: list[bool] = field(default_factory=list)  # [L]  an outer step was made
-    healed: list[list[bool]] = field(default_factory=list)  # [R][L]  inner state dropped
+    healed: list[list[bool]] = field(default_factory=list)  # [R][L]  inner state dropped at the application
+    part: list[bool] = field(default_factory=list)  # [R]  the replica had a part in the round
     statistics: list[list[Statistics]] = field(default_factory=list)  # [R][L]  after the round
 
     @property
     def empty(self) -> bool:
         """Nobody had made a step: nothing moved."""
         return not any(self.steps)
+
+
+@dataclass
+class Launch:
+    """What replica i holds from its launch of a round to its application of it."""
+
+    theta: list[list[Tensor]]  # [L]  θ_i at launch
+    buffers: State  # at launch
+    s: int  # s_i
+    called: bool  # the flag: launched by sync()
+    at_once: bool  # to be applied before d steps have been made: by sync()
+    k: int | None = None  # the round's number, once every replica has launched it
 
 
 # --- the machine -------------------------------------------------------------------------------------
@@ -207,17 +221,22 @@ class Reference:
         step_exponent: e.
         interval: τ in steps; None: nobody is ever due by steps (A-EDiT).
         warmup_steps: t_warm.
+        delay: d.
 
     Attributes (all are for inspection, and lists over replicas or layers):
         models, optimizers: of every replica.
         anchor, outer_optimizers: of every layer.
         statistics: ``[i][l]``, as of now.
-        s: Inner steps of every replica since its last round (or since the end of the warm-up).
+        s: Inner steps of every replica since its last launch (or since the end of the warm-up).
         made: All inner steps of every replica, warm-up included.
         rounds: A `Round` for every round, empty ones too.
+        pending: What every replica has launched and not applied; None: nothing.
         history: ``history[i]``: the state of replica i after each of its inner steps (warm-up included),
-            before the round that the step may have caused.
-        after_round: ``after_round[k]``: the states of all R replicas after round k.
+            before the round that the step may have caused and before what is applied at its end.
+        after_step: ``after_step[i]``: the same after what was applied at the end of that step, however long
+            the replica had to wait for it. What sync() applies is not in it.
+        after_round: ``after_round[k][i]``: the state of replica i just after it applied round k; None: it
+            has not yet.
     """
 
     def __init__(
@@ -234,15 +253,18 @@ class Reference:
         step_exponent: float = 0.5,
         interval: int | None = 128,
         warmup_steps: int = 0,
+        delay: int = 0,
     ) -> None:
         names = [name for name, _ in model.named_parameters()]
         if sorted(names) != sorted(name for layer in layers for name in layer):
             raise ValueError("layers must name every parameter exactly once")
+        if delay < 0 or (interval is not None and delay > interval):
+            raise ValueError("delay must be between 0 and the interval")
         self.R, self.L = replicas, len(layers)
         self.layers = [list(layer) for layer in layers]
         self.detector = None if anomaly is None else Detector(**anomaly)
         self.T, self.phi, self.e = temperature, max_norm, step_exponent
-        self.interval, self.warmup_steps = interval, warmup_steps
+        self.interval, self.warmup_steps, self.delay = interval, warmup_steps, delay
 
         self.models = [copy.deepcopy(model).double() for _ in range(self.R)]
         self.optimizers = [inner(list(m.parameters())) for m in self.models]
@@ -255,9 +277,11 @@ class Reference:
 
         self.s = [0] * self.R
         self.made = [0] * self.R
+        self.pending: list[Launch | None] = [None] * self.R
         self.rounds: list[Round] = []
         self.history: list[list[State]] = [[] for _ in range(self.R)]
-        self.after_round: list[list[State]] = []
+        self.after_step: list[list[State]] = [[] for _ in range(self.R)]
+        self.after_round: list[list[State | None]] = []
 
     def parameters(self, i: int, l: int) -> list[nn.Parameter]:
         """Those of layer l on replica i."""
@@ -273,8 +297,12 @@ class Reference:
         return max(0, self.warmup_steps - self.made[0])
 
     def due(self, i: int) -> bool:
-        """Replica i has made ``interval`` inner steps since its last round, and waits."""
-        return self.interval is not None and self.s[i] >= self.interval
+        """Replica i has made ``interval`` inner steps since its last launch, and must launch."""
+        return self.pending[i] is None and self.interval is not None and self.s[i] >= self.interval
+
+    def waits(self, i: int) -> bool:
+        """Replica i is to apply a round that others have not launched yet."""
+        return self.pending[i] is not None and self.s[i] >= self.delay
 
     # --- inner steps ---
 
@@ -283,7 +311,7 @@ class Reference:
         losses: Sequence[Loss | None],
         edit_gradients: Callable[[int, nn.Module], None] | None = None,
     ) -> None:
-        """One inner step of every replica whose loss is not None.
+        """One inner step of every replica whose loss is not None, and what is to be applied at its end.
 
         ``edit_gradients(i, model)`` comes where a training loop would clip: after the backward (in warm-up:
         after the mean over the replicas), before the inner optimizer. ``made[i]`` is then still the number
@@ -296,6 +324,8 @@ class Reference:
         for i in stepping:
             if self.due(i):
                 raise RuntimeError(f"replica {i} is due: it waits for the round")
+            if self.waits(i):
+                raise RuntimeError(f"replica {i} waits for the launches of the others")
 
         for i in stepping:
             self.models[i].zero_grad(set_to_none=True)
@@ -310,6 +340,8 @@ class Reference:
             if not warm_up:
                 self.s[i] += 1
             self.history[i].append(snapshot(self.models[i]))
+            self.after_step[i].append(snapshot(self.models[i]))
+        self.apply_what_is_ready()
         if warm_up and self.warm_up_left == 0:
             self.end_warm_up()
 
@@ -343,15 +375,52 @@ class Reference:
 
     # --- a round ---
 
-    @torch.no_grad()
     def round(self) -> Round:
-        """One sync of all layers, and of the buffers."""
+        """Every replica launches, if it has not: one sync of all layers, and of the buffers.
+
+        With ``delay`` it is applied by later calls of `step`.
+        """
+        for i in range(self.R):
+            if self.pending[i] is None or self.pending[i].k is not None:
+                self.launch(i)
+        return self.rounds[-1]
+
+    def launch(self, i: int, called: bool = False) -> None:
+        """Replica i launches a round; the last replica's launch decides it.
+
+        Norms, weights and the combined pseudo gradient are as of every replica's own launch, however many
+        steps it makes until the others launch, too.
+        """
         if self.warm_up_left > 0:
             raise RuntimeError("there are no rounds in warm-up")
-        R, L = self.R, self.L
-        s, s_bar = list(self.s), mean_steps(self.s)
+        if self.pending[i] is not None:
+            raise RuntimeError(f"replica {i} has a round under way")
+        self.pending[i] = Launch(
+            theta=[[p.detach().clone() for p in self.parameters(i, l)] for l in range(self.L)],
+            buffers={name: b.clone() for name, b in persistent_buffers(self.models[i]).items()},
+            s=self.s[i],
+            called=called,
+            at_once=called,
+        )
+        self.s[i] = 0
+        if all(launch is not None and launch.k is None for launch in self.pending):
+            self.decide(self.pending)
+            for launch in self.pending:
+                launch.k = len(self.rounds) - 1
+        self.apply_what_is_ready()
 
-        delta = [[self.pseudo_gradient(i, l) for l in range(L)] for i in range(R)]
+    @torch.no_grad()
+    def decide(self, launches: Sequence[Launch]) -> None:
+        """Steps 1 to 8, from what the replicas held at their launches; no replica is touched."""
+        R, L = self.R, self.L
+        s = [launch.s for launch in launches]
+        s_bar = mean_steps(s)
+
+        # Δ_i = a − θ_i
+        delta = [
+            [[a - p for a, p in zip(self.anchor[l], launches[i].theta[l], strict=True)] for l in range(L)]
+            for i in range(R)
+        ]
         G = [[norm(delta[i][l]) for l in range(L)] for i in range(R)]  # 1
         g = [[scaled_norm(G[i][l], s[i], s_bar, self.e) for l in range(L)] for i in range(R)]
         done = Round(
@@ -360,6 +429,7 @@ class Reference:
             scaled=g,
             out=[[False] * L for _ in range(R)],
             weights=[[0.0] * L for _ in range(R)],
+            called=[launch.called for launch in launches],
             healed=[[False] * L for _ in range(R)],
         )
 
@@ -373,11 +443,8 @@ class Reference:
             if moved:
                 factor = self.outer_step(l, w, [delta[i][l] for i in range(R)])  # 6, 7, 8
             for i in range(R):
-                self.restart(i, l)  # 9
                 # Choice: in a layer that is rolled back too.
-                if not math.isfinite(G_l[i]):
-                    self.drop_inner_state(i, l)
-                    done.healed[i][l] = True
+                done.healed[i][l] = not math.isfinite(G_l[i])
                 done.out[i][l] = out[i]
                 done.weights[i][l] = w[i]
             done.rolled_back.append(all(out))
@@ -385,20 +452,43 @@ class Reference:
             done.clip.append(factor)
 
         # Choice: whoever is out in every layer (or weighs nothing) has no part in the buffers either.
-        part = [
+        done.part = [
             any(done.weights[i][l] > 0 or (G[i][l] == 0 and not done.out[i][l]) for l in range(L))
             for i in range(R)
         ]
-        self.merge_buffers([s_i if p else 0 for s_i, p in zip(s, part, strict=True)])
-        self.s = [0] * R
+        speak = [s_i if p else 0 for s_i, p in zip(s, done.part, strict=True)]
+        for name, last in self.last_buffers.items():
+            values = [launch.buffers[name] for launch in launches]
+            self.last_buffers[name] = merged_buffer(values, speak, last)
         done.statistics = copy.deepcopy(self.statistics)
         self.rounds.append(done)
-        self.after_round.append([snapshot(m) for m in self.models])
-        return done
+        self.after_round.append([None] * R)
 
-    def pseudo_gradient(self, i: int, l: int) -> list[Tensor]:
-        """Δ_i = a − θ_i."""
-        return [a - p for a, p in zip(self.anchor[l], self.parameters(i, l), strict=True)]
+    def apply_what_is_ready(self) -> None:
+        """On every replica that has made its d steps since its launch, or has called sync()."""
+        for i, launch in enumerate(self.pending):
+            if launch is None or launch.k is None:
+                continue  # nothing under way, or not everybody has launched it
+            if launch.at_once or self.s[i] >= self.delay:
+                self.apply(i)
+
+    @torch.no_grad()
+    def apply(self, i: int) -> None:
+        """Step 9 on replica i; the anchor is a_new: the next round needs this replica's launch."""
+        launch = self.pending[i]
+        done = self.rounds[launch.k]
+        for l in range(self.L):
+            self.restart(i, l, launch.theta[l], done.out[i][l])
+            # Choice: with delay at the application, not at the launch: the steps between fill it again with
+            # NaN. A replica that became non-finite after its launch keeps that (a_new + NaN) and is out, and
+            # healed, in the next round.
+            if done.healed[i][l]:
+                self.drop_inner_state(i, l)
+        self.update_buffers(i, launch.buffers, done.part[i])
+        self.pending[i] = None
+        self.after_round[launch.k][i] = snapshot(self.models[i])
+        if not launch.called and self.s[i] == self.delay and self.after_step[i]:
+            self.after_step[i][-1] = snapshot(self.models[i])
 
     def verdict(self, i: int, l: int, s_i: int, G_i: float, g_i: float) -> bool:
         """Whether replica i is out; feeds its statistics."""
@@ -427,23 +517,34 @@ class Reference:
             a.grad = None
         return factor
 
-    def restart(self, i: int, l: int) -> None:
-        """θ_i ← a; the state of the inner optimizer stays as it is."""
-        for p, a in zip(self.parameters(i, l), self.anchor[l], strict=True):
-            p.copy_(a)
+    def restart(self, i: int, l: int, theta: Sequence[Tensor], out: bool) -> None:
+        """θ_i ← a_new + (θ_i − θ_i at launch), or a_new alone; the inner optimizer's state stays as it is.
+
+        Choice: "out" is step 2's verdict alone. With s_i = 0 at launch a replica is out, too: steps that it
+        made since are dropped. One that is not out, but has no weight (G_i = 0, or the softmax is 0 by
+        underflow), keeps its progress.
+        """
+        for p, a, before in zip(self.parameters(i, l), self.anchor[l], theta, strict=True):
+            p.copy_(a if out else a + (p - before))
 
     def drop_inner_state(self, i: int, l: int) -> None:
         """As if the parameters of layer l on replica i were new."""
         for p in self.parameters(i, l):
             self.optimizers[i].state.pop(p, None)
 
-    def merge_buffers(self, s: Sequence[int]) -> None:
-        live = [persistent_buffers(m) for m in self.models]
-        for name, last in self.last_buffers.items():
-            value = merged_buffer([live[i][name] for i in range(self.R)], s, last)
-            for i in range(self.R):
-                live[i][name].copy_(value)
-            self.last_buffers[name] = value
+    def update_buffers(self, i: int, before: State, part: bool) -> None:
+        """A buffer that replica i trained on since its launch stays its own, if it has had a part.
+
+        Choice: a difference as for parameters could make a variance negative, so there is no sum of what was
+        agreed and what came since. The replica's own value speaks in the next round.
+
+        Choice: the same for buffers that are not floating-point (always finite): a counter that went on
+        since the launch is not set back.
+        """
+        for name, buffer in persistent_buffers(self.models[i]).items():
+            own = part and bool(buffer.isfinite().all()) and not torch.equal(buffer, before[name])
+            if not own:
+                buffer.copy_(self.last_buffers[name])
 
     # --- whole runs ---
 
@@ -465,8 +566,10 @@ class Reference:
         """Replica i makes ``counts[i]`` more inner steps (warm-up included) by steps, and calls ``sync()``.
 
         ``losses_of(i, t)`` is the loss of replica i in its inner step t = 0, 1, … (over all calls:
-        ``made[i]``). A replica trains until it is due or has made its count and has called; a round is made
-        when nobody trains any more; it is the last one if every replica had called before it.
+        ``made[i]``). A replica launches a round when it is due, and goes on training until it is to apply
+        that round (with delay = 0: at once) or has made its count. It then calls: what is pending is applied
+        there, though fewer than d steps may have been made since, and rounds are launched and applied at
+        once until one is launched by calls of all replicas.
 
         Choice: a replica that is due by its last step launches that round first and calls ``sync()`` then,
         so its flag goes with the round after it. Nothing but the number of (empty) rounds depends on that.
@@ -476,17 +579,32 @@ class Reference:
             raise ValueError("data that ends unevenly during warm-up is not supported")
         end = [self.made[i] + counts[i] for i in range(self.R)]
         while True:
-            waiting = [self.due(i) or self.made[i] == end[i] for i in range(self.R)]
-            if not all(waiting):
-                losses = [None if waiting[i] else losses_of(i, self.made[i]) for i in range(self.R)]
-                self.step(losses, edit_gradients)
-                continue
+            ended = [self.made[i] == end[i] for i in range(self.R)]
             if self.warm_up_left > 0:
-                return  # in warm-up sync() returns at once
-            called = [not self.due(i) for i in range(self.R)]
-            self.round()
-            if all(called):
-                return
+                if all(ended):
+                    return  # in warm-up sync() returns at once
+            else:
+                for i in range(self.R):
+                    if ended[i] and self.pending[i] is not None:
+                        self.pending[i].at_once = True
+                self.apply_what_is_ready()
+                for i in range(self.R):
+                    if self.pending[i] is None and (self.due(i) or ended[i]):
+                        self.launch(i, called=not self.due(i))
+                        if self.pending[i] is None and all(self.rounds[-1].called):
+                            return
+            steps = [not ended[i] and not self.due(i) and not self.waits(i) for i in range(self.R)]
+            if any(steps):
+                losses = [losses_of(i, self.made[i]) if steps[i] else None for i in range(self.R)]
+                self.step(losses, edit_gradients)
+
+    def sync(self) -> None:
+        """Every replica calls ``sync()`` now."""
+
+        def none(i: int, t: int) -> Loss:
+            raise AssertionError("nobody steps")
+
+        self.run([0] * self.R, none)
 
     def run_rounds(
         self,
@@ -497,11 +615,21 @@ class Reference:
         """Round k comes after ``rounds[k][i]`` inner steps of replica i, as a clock has decided it.
 
         What is left of the warm-up comes first and is in no row. An end by ``sync()`` is rows like the
-        others: with the steps before the call, then with 0.
+        others: with the steps before the call, then with 0. With delay the last row's round stays pending,
+        where it is not 0: `sync` brings the end.
+
+        Choice: a replica that has not made d steps since its launch can launch by sync() alone (a schedule
+        is not asked while a round is under way), so what is pending is applied first; so can one without
+        a step.
         """
         self.warm_up(losses_of, edit_gradients)
         for row in rounds:
             for n in range(max(row)):
                 losses = [losses_of(i, self.made[i]) if n < row[i] else None for i in range(self.R)]
                 self.step(losses, edit_gradients)
-            self.round()
+            called = [self.pending[i] is not None or row[i] == 0 for i in range(self.R)]
+            for i in range(self.R):
+                if self.pending[i] is not None:
+                    self.apply(i)
+            for i in range(self.R):
+                self.launch(i, called=called[i])

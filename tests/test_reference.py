@@ -261,9 +261,17 @@ def test_mean_and_outer_sgd_average_the_parameters():
     same(ref.after_round[2][1], ref.after_round[1][1], rtol=0)  # nobody made a step: nothing moves
 
 
-def test_one_replica_is_the_inner_optimizer():
+@pytest.mark.parametrize("delay", [0, 1, 2, 3])
+def test_one_replica_is_the_inner_optimizer(delay: int):
     ref = Reference(
-        mlp(), 1, inner=lambda ps: AdamW(ps, lr=0.01), layers=LAYERS, outer=None, max_norm=None, interval=3
+        mlp(),
+        1,
+        inner=lambda ps: AdamW(ps, lr=0.01),
+        layers=LAYERS,
+        outer=None,
+        max_norm=None,
+        interval=3,
+        delay=delay,
     )
     ref.run((10,), mse)
     plain = mlp()
@@ -273,6 +281,8 @@ def test_one_replica_is_the_inner_optimizer():
         mse(0, t)(plain).backward()
         optimizer.step()
         same(ref.history[0][t], plain.state_dict())
+        same(ref.after_step[0][t], plain.state_dict())
+    same(ref.after_round[-1][0], plain.state_dict())
     assert [r.steps for r in ref.rounds] == [[3], [3], [3], [1]]
 
 
@@ -401,7 +411,8 @@ def test_momentum_alone_moves_nothing(T: float | None):
         ((0, 0, 0, 0), [[0, 0, 0, 0]]),
     ],
 )
-def test_uneven_counts(counts: tuple[int, ...], steps: list[list[int]]):
+@pytest.mark.parametrize("delay", [0, 1, 2, 3])
+def test_uneven_counts(counts: tuple[int, ...], steps: list[list[int]], delay: int):
     def build() -> Reference:
         return Reference(
             mlp(),
@@ -410,6 +421,7 @@ def test_uneven_counts(counts: tuple[int, ...], steps: list[list[int]]):
             layers=LAYERS,
             outer=lambda ps: SGD(ps, lr=0.8, momentum=0.85, nesterov=True),
             interval=3,
+            delay=delay,
         )
 
     ref = build()
@@ -421,7 +433,9 @@ def test_uneven_counts(counts: tuple[int, ...], steps: list[list[int]]):
         same(ref.after_round[-1][i], ref.after_round[-1][0], rtol=0)
     told = build()  # the same counts told round by round
     told.run_rounds(steps, mse)
+    told.sync()
     for i in range(4):
+        same(ref.after_round[-1][i], told.after_round[-1][i], rtol=0)
         for a, b in zip(ref.history[i], told.history[i], strict=True):
             same(a, b, rtol=0)
 
@@ -438,6 +452,214 @@ def test_runs_go_on_after_a_sync_and_after_a_warm_up():
     ref.run((1, 0), losses_of)
     assert [r.steps for r in ref.rounds] == [[1, 2], [0, 1], [1, 0]]
     assert sorted(seen) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 3)]
+
+
+# --- applied late ------------------------------------------------------------------------------------
+
+
+def states(ref: Reference) -> tuple[list[float], ...]:
+    """After every step of every replica, before and after what is applied at its end."""
+    get = lambda of: [[float(state["x.0"]) for state in h] for h in of]  # noqa: E731
+    return *get(ref.history), *get(ref.after_step)
+
+
+def test_delay_by_hand():
+    ref = one(2, 1.0, interval=2, delay=1)
+    move(ref, 0.1, 0.3)
+    move(ref, 0.1, 0.3)  # 0.8, 0.4
+    assert (ref.s, ref.due(0)) == ([2, 2], True)
+    done = ref.round()  # launched: Δ = 0.2, 0.6, so a_new = 1 − 0.4 = 0.6
+    assert (done.norms, done.weights) == ([[close(0.2)], [close(0.6)]], [[0.5], [0.5]])
+    assert (value(ref, 0), value(ref, 1)) == (close(0.8), close(0.4))  # and nobody has applied it
+    assert (ref.s, ref.due(0), ref.after_round) == ([0, 0], False, [[None, None]])
+    assert all(p is not None for p in ref.pending)
+    with pytest.raises(RuntimeError, match="under way"):
+        ref.round()
+    move(ref, 0.1, 0.3)  # 0.7, 0.1; then 0.6 − 0.1 and 0.6 − 0.3
+    assert (value(ref, 0), value(ref, 1)) == (close(0.5), close(0.3))
+    assert [float(state["x.0"]) for state in ref.after_round[0]] == [close(0.5), close(0.3)]
+    assert (ref.s, ref.pending) == ([1, 1], [None, None])
+    move(ref, 0.2, 0.0)  # 0.3, 0.3: what was learned since the launch is 0.1 + 0.2 and 0.3 + 0
+    done = ref.round()
+    assert (done.steps, done.norms) == ([2, 2], [[close(0.3)], [close(0.3)]])
+    move(ref, 0.0, 0.1)  # a_new = 0.6 − 0.3; then 0.3 and 0.3 − 0.1
+    h0, h1, a0, a1 = states(ref)
+    assert (h0, h1) == (close([0.9, 0.8, 0.7, 0.3, 0.3]), close([0.7, 0.4, 0.1, 0.3, 0.2]))
+    assert (a0, a1) == (close([0.9, 0.8, 0.5, 0.3, 0.3]), close([0.7, 0.4, 0.3, 0.3, 0.2]))
+
+
+def test_delay_of_tau_and_momentum_by_hand():
+    # heavy ball, β = ½: applied just before the next launch, two rounds are never under way
+    ref = one(2, 1.0, interval=2, delay=2, outer=lambda ps: SGD(ps, lr=1.0, momentum=0.5))
+    ref.run((6, 6), lambda i, t: slopes((1.0, 3.0)[i]))
+    # launch 1: θ = 0.8, 0.4; Δ̄ = 0.4 = m, a = 0.6. Two steps on: 0.6, −0.2; applied: 0.6 − 0.2, 0.6 − 0.6
+    # launch 2: Δ̄ = 0.4, m = 0.2 + 0.4, a = 0. Two steps on: 0.2, −0.6; applied: −0.2, −0.6
+    # launch 3: Δ̄ = 0.4, m = 0.3 + 0.4, a = −0.7; sync() applies it: nobody has moved since
+    h0, h1, a0, a1 = states(ref)
+    assert (h0, h1) == (close([0.9, 0.8, 0.7, 0.6, 0.3, 0.2]), close([0.7, 0.4, 0.1, -0.2, -0.3, -0.6]))
+    assert (a0, a1) == (close([0.9, 0.8, 0.7, 0.4, 0.3, -0.2]), close([0.7, 0.4, 0.1, 0.0, -0.3, -0.6]))
+    assert [r.norms for r in ref.rounds] == [[[close(0.2)], [close(0.6)]]] * 3 + [[[0.0], [0.0]]]
+    assert [r.called for r in ref.rounds] == [[False, False]] * 3 + [[True, True]]
+    assert (value(ref, 0), value(ref, 1)) == (close(-0.7), close(-0.7))
+
+
+def test_out_with_delay_starts_from_the_anchor_alone():
+    # two layers: replica 1 is out in the first one (its norm rose a hundredfold), in the second it is not
+    ref = one(2, 0.0, 0.0, interval=1, delay=1, anomaly={"warmup_rounds": 2})
+    both = [slopes(1.0, 1.0)] * 2
+    for _ in range(3):
+        ref.step(both)
+        ref.round()
+    # a = −0.3 decided, and every replica at −0.3: −0.2 + (−0.3 − −0.2)
+    ref.step([slopes(1.0, 1.0), slopes(100.0, 1.0)])
+    # at its end a_new = −0.3 was applied: θ = −0.4 and −0.3 − 10
+    assert (value(ref, 0), value(ref, 1)) == (close(-0.4), close(-10.3))
+    done = ref.round()
+    assert done.out == [[False, False], [True, False]]
+    ref.step([slopes(2.0, 2.0), slopes(3.0, 3.0)])
+    # first layer: a = −0.3 − 0.1, replica 0 at −0.4 − 0.2, replica 1 has lost its 0.3; second: both keep theirs
+    assert [value(ref, i, l) for i in (0, 1) for l in (0, 1)] == close([-0.6, -0.6, -0.4, -0.7])
+
+
+def test_rolled_back_with_delay():
+    ref = one(2, 0.0, interval=1, delay=1, anomaly={"warmup_rounds": 2})
+    for _ in range(3):
+        move(ref, 0.1, 0.1)
+        ref.round()
+    move(ref, 5.0, 6.0)
+    done = ref.round()
+    assert done.rolled_back == [True]
+    move(ref, 0.1, 0.1)  # on top of 5 and 6: all of it is gone
+    assert (value(ref, 0), value(ref, 1)) == (close(-0.3), close(-0.3))
+
+
+def test_no_outer_step_with_delay_keeps_progress():
+    ref = one(2, 1.0, interval=1, delay=1, outer=lambda ps: SGD(ps, lr=1.0, momentum=0.9))
+    move(ref, 0.0, 0.0)
+    assert ref.round().stepped == [False]
+    move(ref, 0.1, 0.2)
+    assert (value(ref, 0), value(ref, 1)) == (close(0.9), close(0.8))
+
+
+def test_sync_with_a_pending_round():
+    ref = one(2, 1.0, interval=3, delay=2)
+    ref.run_rounds([[3, 3]], lambda i, t: slopes((1.0, 3.0)[i]))  # 0.7, 0.1: Δ̄ = 0.6, a = 0.4
+    move(ref, 0.1, 0.3)  # one step of the two
+    assert [p is not None for p in ref.pending] == [True, True]
+    assert (value(ref, 0), value(ref, 1)) == (close(0.6), close(-0.2))
+    ref.sync()
+    # applied: 0.4 − 0.1, 0.4 − 0.3; then a round at once: Δ̄ = 0.2
+    assert [float(state["x.0"]) for state in ref.after_round[0]] == close([0.3, 0.1])
+    assert [float(state["x.0"]) for state in ref.after_round[1]] == close([0.2, 0.2])
+    assert [r.steps for r in ref.rounds] == [[3, 3], [1, 1]]
+    assert (ref.s, ref.pending) == ([0, 0], [None, None])
+    assert [h[-1]["x.0"] for h in ref.after_step] == close([0.6, -0.2])  # sync() is no step's end
+    ref.sync()
+    assert ref.rounds[-1].empty
+    assert (value(ref, 0), value(ref, 1)) == (close(0.2), close(0.2))
+
+
+def test_uneven_sync_with_delay_by_hand():
+    # τ = 2, d = 1; replica 0 makes 5 steps of 0.1, replica 1 makes 2 steps of 0.3
+    ref = one(2, 1.0, interval=2, delay=1)
+    ref.run((5, 2), lambda i, t: slopes((1.0, 3.0)[i]))
+    # round 0: 0.8, 0.4, a = 0.6. Replica 1 calls: at 0.6. Replica 0 makes one step: 0.7, then 0.6 − 0.1 = 0.5
+    # and one more, 0.4: round 1 with s = 2, 0: a = 0.6 − 0.2 = 0.4. Replica 1 at 0.4 at once.
+    # Replica 0: 0.3, then 0.4 − 0.1 = 0.3. Both call. Round 2 with s = 1, 0: a = 0.3
+    assert [r.steps for r in ref.rounds] == [[2, 2], [2, 0], [1, 0]]
+    assert [r.called for r in ref.rounds] == [[False, False], [False, True], [True, True]]
+    h0, h1, a0, a1 = states(ref)
+    assert (h0, a0) == (close([0.9, 0.8, 0.7, 0.4, 0.3]), close([0.9, 0.8, 0.5, 0.4, 0.3]))
+    assert (h1, a1) == (close([0.7, 0.4]), close([0.7, 0.4]))
+    rounds = [[float(state["x.0"]) for state in both] for both in ref.after_round]
+    assert rounds == [close([0.5, 0.6]), close([0.3, 0.4]), close([0.3, 0.3])]
+
+
+def test_replicas_launch_each_on_its_own():
+    ref = one(2, 1.0, interval=2, delay=1)
+    move(ref, 0.1, 0.3)
+    move(ref, 0.1, None)
+    ref.launch(0)
+    move(ref, 0.1, None)  # 0.7: its d steps are over, and replica 1 has not launched
+    assert ref.rounds == []
+    with pytest.raises(RuntimeError, match="replica 0 waits"):
+        move(ref, 0.1, None)
+    move(ref, None, 0.3)  # 0.4
+    ref.launch(1)  # a = 0.6; replica 0 applies, replica 1 has a step to go
+    assert (value(ref, 0), value(ref, 1)) == (close(0.5), close(0.4))
+    assert states(ref)[2] == close([0.9, 0.8, 0.5])
+    move(ref, 0.1, None)
+    ref.launch(0)  # the next round, before replica 1 applied the last one
+    move(ref, None, 0.3)
+    assert value(ref, 1) == close(0.3)
+    assert len(ref.rounds) == 1
+    move(ref, None, 0.3)
+    ref.launch(1)
+    assert ref.rounds[1].norms == [[close(0.2)], [close(0.6)]]
+
+
+def still(i: int, t: int):
+    """Steps 3, 4 and 6, 7 and so on leave a parameter where it is: gradient 0."""
+    x, y = batch(i, t)
+    return lambda model: ((model(x) - y) ** 2).mean() * float(t < 3 or t % 3 == 2)
+
+
+@pytest.mark.parametrize("delay", [1, 2])
+def test_without_movement_after_the_launch_it_is_not_late(delay: int):
+    def build(d: int) -> Reference:
+        outer = lambda ps: SGD(ps, lr=0.8, momentum=0.85, nesterov=True)  # noqa: E731
+        return Reference(
+            mlp(), 3, inner=lambda ps: SGD(ps, lr=0.1), layers=LAYERS, outer=outer, interval=3, delay=d
+        )
+
+    late, now = build(delay), build(0)
+    late.run((12, 12, 12), still)
+    now.run((12, 12, 12), still)
+    for i in range(3):
+        for t in range(12):  # at the end of a round's d-th step and of every step to the next launch
+            if t < 3 or t % 3 >= delay - 1:
+                same(late.after_step[i][t], now.history[i][t])
+        same(late.after_round[-1][i], now.after_round[-1][i])
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3])
+def test_delay_heals_a_non_finite_replica(delay: int):
+    ref = Reference(
+        mlp(), 3, inner=lambda ps: AdamW(ps, lr=0.01), layers=LAYERS, outer=None, interval=3, delay=delay
+    )
+
+    def spoil(i: int, model: nn.Module) -> None:
+        if (i, ref.made[i]) == (1, 2):
+            model[2].bias.grad[1] = NAN
+
+    ref.run_rounds([[3] * 3], mse, spoil)
+    assert ref.rounds[0].out[1] == [False, True]
+    assert ref.rounds[0].healed[1] == [False, True]
+    assert all(p in ref.optimizers[1].state for p in ref.parameters(1, 1))  # not yet: at the application
+    for t in range(3, 3 + delay):
+        ref.step([mse(i, t) for i in range(3)], spoil)
+    # what it did since was NaN in the first layer too, through the backward
+    assert not any(p in ref.optimizers[1].state for p in ref.parameters(1, 1))
+    for p, a in zip(ref.parameters(1, 1), ref.anchor[1], strict=True):
+        assert torch.equal(p, a)
+    assert not any(p.isfinite().all() for p in ref.parameters(1, 0))
+    # so that one is out in the next round; with steps between application and launch, the other one again
+    ref.run([3 - delay + 9] * 3, mse, spoil)
+    assert ref.rounds[1].out[1] == [True, delay < 3]
+    later = [r.out[1] for r in ref.rounds[2:-1]]
+    if delay < 3:
+        assert later == [[False, False]] * 3
+        assert all(t.isfinite().all() for state in ref.after_round[-1] for t in state.values())
+    else:
+        # Known: with d = τ a layer is restarted just before a launch while the other one is NaN, and that
+        # makes it NaN before the other is restarted, and so on. The page's rule by the letter.
+        assert later == [[False, True], [True, False], [False, True]]
+
+
+def test_delay_is_at_most_the_interval():
+    for delay in (-1, 4):
+        with pytest.raises(ValueError, match="delay"):
+            one(1, 0.0, interval=3, delay=delay)
 
 
 # --- buffers -----------------------------------------------------------------------------------------
@@ -475,6 +697,30 @@ def test_buffers():
     fill(NAN, NAN, NAN, NAN)
     ref.round()  # nobody stepped: as of the last round
     assert [m.mean.tolist() for m in ref.models] == [[1.5, 1.5]] * 4
+
+
+def test_buffers_applied_late():
+    ref = Reference(
+        Counted(), 6, inner=lambda ps: SGD(ps, lr=0.1), layers=[["x.0"]], outer=None, interval=1, delay=1
+    )
+    for i, v in enumerate((1.0, 2.0, 3.0, 4.0, 5.0, 60.0)):
+        ref.models[i].mean.fill_(v)
+        ref.models[i].count.fill_(10 + i)
+    ref.step([slopes(1.0)] * 4 + [slopes(NAN), slopes(1.0)])
+    ref.models[5].mean.fill_(NAN)
+    ref.round()  # mean of 1, 2, 3, 4: replica 4 has no part, replica 5's is not finite
+    assert [float(m.mean[0]) for m in ref.models[:5]] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert ref.last_buffers["mean"].tolist() == [2.5, 2.5]
+    ref.models[1].mean[0] = 20.0  # changed since the launch
+    ref.models[2].mean[0] = INF  # changed, and is not finite
+    ref.models[4].mean[0] = 50.0  # changed, of a replica without part
+    ref.models[5].mean.fill_(61.0)  # changed; finite again
+    for i in (0, 1, 4):
+        ref.models[i].count.add_(1)
+    ref.step([slopes(0.0)] * 6)
+    means = [[2.5, 2.5], [20.0, 2.0], [2.5, 2.5], [2.5, 2.5], [2.5, 2.5], [61.0, 61.0]]
+    assert [m.mean.tolist() for m in ref.models] == means
+    assert [int(m.count) for m in ref.models] == [11, 12, 10, 10, 10, 10]
 
 
 def test_layers_must_name_every_parameter_once():
