@@ -108,6 +108,7 @@ def ours(
     edits: str,
     counts: list[int],
     offload: str | None,
+    delay: int,
 ) -> Any:
     """Train as a user would; the full parameters after every step, and what every round reported."""
     _, shards, tp = shape
@@ -121,7 +122,7 @@ def ours(
             fully_shard(block, mesh=grid["shard"])
         fully_shard(model, mesh=grid["shard"])
     optimizer = edit.LocalSGDOptimizer(model, INNERS[inner], OUTERS[outer], mesh=grid, penalty=penalty,
-                                       schedule=edit.EverySteps(TAU, WARMUP), offload=offload)  # fmt: skip
+                                       schedule=edit.EverySteps(TAU, WARMUP), offload=offload, delay=delay)  # fmt: skip
     reports: list[edit.RoundReport] = []
     optimizer.register_round_hook(reports.append)
     replica, member = rank // (shards * tp), rank // tp % shards
@@ -142,7 +143,8 @@ def ours(
 
 
 def reference(
-    shape: tuple[int, int, int], model_name: str, inner: str, outer: str, penalty: Any, edits: str, counts: list[int]
+    shape: tuple[int, int, int], model_name: str, inner: str, outer: str, penalty: Any, edits: str, counts: list[int],
+    delay: int,
 ) -> Reference:  # fmt: skip
     build, layers = MODELS[model_name]
     test = penalty.anomaly
@@ -159,6 +161,7 @@ def reference(
         step_exponent=penalty.step_exponent,
         interval=TAU,
         warmup_steps=WARMUP,
+        delay=delay,
     )  # fmt: skip
 
     def losses_of(i: int, t: int) -> Callable[[nn.Module], Tensor]:
@@ -179,12 +182,15 @@ def check(
     edits: str = "nothing",
     counts: list[int] | None = None,
     offload: str | None = None,
+    delay: int = 0,
 ) -> Reference:
     counts = counts or [23] * shape[0]
     penalty = penalty or edit.PseudoGradientPenalty(anomaly=edit.EMAZTest(warmup_rounds=2), max_norm=2.0)
     ranks = shape[0] * shape[1] * shape[2]
-    got = run(ranks, ours, shape, model, inner, outer, penalty, edits, counts, offload)
-    ref = reference(shape, model, inner, outer, penalty, edits, counts)
+    got = run(ranks, ours, shape, model, inner, outer, penalty, edits, counts, offload, delay)
+    ref = reference(shape, model, inner, outer, penalty, edits, counts, delay)
+    # A round is applied in the next forward, or, late, at the end of a step.
+    states = ref.after_step if delay else ref.history
     close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9, equal_nan=True)
     for step in itertools.chain(*ref.history):  # a run that explodes compares nothing but amplified rounding
         assert all(v.nan_to_num(0, 0, 0).abs().max() < 100 for v in step.values())
@@ -192,11 +198,11 @@ def check(
     rounds = [r for r in ref.rounds if not r.empty]
     for rank, (history, buffers, reports, total) in enumerate(got):
         i = rank // (shape[1] * shape[2])
-        for mine, theirs in zip(history[:-1], ref.history[i], strict=False):
+        for mine, theirs in zip(history[:-1], states[i], strict=False):
             close(mine, [theirs[n] for n, _ in ref.models[i].named_parameters()])
         close(history[-1], [last[i][n] for n, _ in ref.models[i].named_parameters()])
         if shape[1] == 1:
-            for mine, theirs in zip(buffers[:-1], ref.history[i], strict=True):
+            for mine, theirs in zip(buffers[:-1], states[i], strict=True):
                 close(mine, [theirs[n] for n, _ in ref.models[i].named_buffers() if n in theirs])
             close(buffers[-1], [last[i][n] for n, _ in ref.models[i].named_buffers() if n in last[i]])
         full_rounds = [r for r in reports if r["steps"].any()]
@@ -284,3 +290,55 @@ def test_uneven_counts_and_sync_plain(counts: list[int]) -> None:
 @pytest.mark.parametrize("counts", [[12, 9], [11, 8], [2, 16]])
 def test_uneven_counts_and_sync_fsdp2(counts: list[int]) -> None:
     check(processes, (2, 2, 1), counts=counts)
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3])
+@pytest.mark.parametrize("edits", list(EDITS))
+def test_delay_and_all_injections(edits: str, delay: int) -> None:
+    ref = check(threads, (2, 1, 1), penalty=P(anomaly=TEST, max_norm=0.4), edits=edits, delay=delay)
+    outs = [any(itertools.chain(*r.out)) for r in ref.rounds if not r.empty]
+    assert any(outs) == (edits != "nothing") or edits == "rise"
+    assert any(c is not None and c < 1 for r in ref.rounds for c in r.clip)
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize(("edits", "delay"), [("spike", 1), ("nan", 2), ("all_out", 3)])
+def test_delay_fsdp2_2x2(edits: str, delay: int, offload: str | None) -> None:
+    check(processes, (2, 2, 1), edits=edits, offload=offload, delay=delay)
+
+
+@pytest.mark.parametrize("delay", [1, 3])
+def test_delay_fsdp2_and_tensor_parallelism_2x1x2(delay: int) -> None:
+    check(processes, (2, 1, 2), model="wide", edits="spike", delay=delay)
+
+
+@pytest.mark.parametrize("delay", [2, 3])
+@pytest.mark.parametrize("inner", list(INNERS))
+@pytest.mark.parametrize("outer", list(OUTERS))
+def test_delay_inner_and_outer_optimizers(inner: str, outer: str, delay: int) -> None:
+    check(threads, (2, 2, 1), inner=inner, outer=outer, edits="nan", delay=delay)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 1), (2, 3, 1)])
+def test_delay_uneven_and_empty_shards(shape: tuple[int, int, int]) -> None:
+    check(threads, shape, model="uneven", edits="spike", delay=2)
+
+
+@pytest.mark.parametrize("delay", [1, 3])
+@pytest.mark.parametrize("edits", ["nothing", "nan"])
+def test_delay_buffers(edits: str, delay: int) -> None:
+    check(threads, (3, 1, 1), model="batchnorm", edits=edits, delay=delay)
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3])
+@pytest.mark.parametrize(
+    "counts", [[12, 9, 14, 5], [11, 8, 11, 8], [11, 11, 11, 12], [2, 7, 4, 16], [5, 2, 2, 2]]
+)
+def test_delay_uneven_counts_and_sync_plain(counts: list[int], delay: int) -> None:
+    check(processes, (4, 1, 1), counts=counts, delay=delay)
+
+
+@pytest.mark.parametrize("delay", [1, 3])
+@pytest.mark.parametrize("counts", [[12, 9], [11, 8], [2, 16]])
+def test_delay_uneven_counts_and_sync_fsdp2(counts: list[int], delay: int) -> None:
+    check(processes, (2, 2, 1), counts=counts, delay=delay)
