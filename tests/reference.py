@@ -14,6 +14,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from torch.optim import Optimizer
 
 Loss = Callable[[nn.Module], Tensor]
 State = dict[str, Tensor]
+Inner = Callable[[list[nn.Parameter]], Optimizer]
+Outer = Callable[[list[Tensor]], Optimizer]
 
 ANOMALY = {"alpha": 0.02, "threshold": 3.0, "warmup_rounds": 10, "patience": 5}
 
@@ -138,6 +141,59 @@ def clip_factor(delta_bar: Sequence[Tensor], phi: float | None) -> float:
     return min(1.0, phi / (norm(delta_bar) + 1e-6))
 
 
+# --- step 8: outer optimizers ------------------------------------------------------------------------
+
+
+def nesterov(lr: float, momentum: float) -> Outer:
+    return lambda tensors: torch.optim.SGD(tensors, lr=lr, momentum=momentum, nesterov=True)
+
+
+def averaging(tensors: list[Tensor]) -> Optimizer:
+    """lr 1, momentum 0: a ← a − Δ̂."""
+    return torch.optim.SGD(tensors, lr=1.0)
+
+
+class CO2(Optimizer):
+    """Heavy ball with gap penalty and clip, element by element: Python floats, no tensor arithmetic.
+
+    ``m ← β·m + Δ̄/gap``, ``m ← clamp(m, −c, c)``, ``a ← a − lr·m``; c = None: no clamp.
+
+    Choice: what the clamp gives is the m of the next round (the page assigns it).
+    """
+
+    def __init__(
+        self,
+        tensors: list[Tensor],
+        lr: float = 1.0,
+        beta: float = 0.5,
+        gap: float = 1.0,
+        c: float | None = 1.0,
+    ) -> None:
+        super().__init__(tensors, {"lr": lr, "beta": beta, "gap": gap, "c": c})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            lr, beta, gap, c = (group[name] for name in ("lr", "beta", "gap", "c"))
+            for a in group["params"]:
+                if a.grad is None:
+                    continue
+                state = self.state[a]
+                m = state.get("m", torch.zeros_like(a)).flatten().tolist()
+                new = a.flatten().tolist()
+                for j, delta in enumerate(a.grad.flatten().tolist()):
+                    m[j] = beta * m[j] + delta / gap
+                    if c is not None:
+                        m[j] = min(max(m[j], -c), c)
+                    new[j] = new[j] - lr * m[j]
+                state["m"] = torch.tensor(m, dtype=a.dtype).reshape(a.shape)
+                a.copy_(torch.tensor(new, dtype=a.dtype).reshape(a.shape))
+
+
+def co2_outer(lr: float = 1.0, beta: float = 0.5, gap: float = 1.0, c: float | None = 1.0) -> Outer:
+    return lambda tensors: CO2(tensors, lr, beta, gap, c)
+
+
 # --- the buffers -------------------------------------------------------------------------------------
 
 
@@ -220,12 +276,14 @@ class Reference:
         max_norm: φ; None switches part 7 off.
         step_exponent: e.
         interval: τ in steps; None: nobody is ever due by steps (A-EDiT).
-        warmup_steps: t_warm.
+        warmup_steps: t_warm; infinite: ordinary data-parallel training.
         delay: d.
+        sharded_anchor: Steps 6 to 8 in CO2*'s order: `sharded_outer_step`.
 
     Attributes (all are for inspection, and lists over replicas or layers):
         models, optimizers: of every replica.
-        anchor, outer_optimizers: of every layer.
+        anchor, outer_optimizers: of every layer. With a sharded anchor, ``outer_optimizers[l][r]`` is that
+            of the part of rank r.
         statistics: ``[i][l]``, as of now.
         s: Inner steps of every replica since its last launch (or since the end of the warm-up).
         made: All inner steps of every replica, warm-up included.
@@ -244,16 +302,17 @@ class Reference:
         model: nn.Module,
         replicas: int,
         *,
-        inner: Callable[[list[nn.Parameter]], Optimizer],
+        inner: Inner,
         layers: Sequence[Sequence[str]],
-        outer: Callable[[list[Tensor]], Optimizer] | None,
+        outer: Outer | None,
         anomaly: Mapping[str, float] | None = ANOMALY,
         temperature: float | None = 1.0,
         max_norm: float | None = 10.0,
         step_exponent: float = 0.5,
         interval: int | None = 128,
-        warmup_steps: int = 0,
+        warmup_steps: float = 0,
         delay: int = 0,
+        sharded_anchor: bool = False,
     ) -> None:
         names = [name for name, _ in model.named_parameters()]
         if sorted(names) != sorted(name for layer in layers for name in layer):
@@ -269,9 +328,13 @@ class Reference:
         self.models = [copy.deepcopy(model).double() for _ in range(self.R)]
         self.optimizers = [inner(list(m.parameters())) for m in self.models]
         self.anchor = [[p.detach().clone() for p in self.parameters(0, l)] for l in range(self.L)]
-        if outer is None:
-            outer = lambda tensors: torch.optim.SGD(tensors, lr=1.0)  # noqa: E731
-        self.outer_optimizers = [outer(a) for a in self.anchor]
+        outer = averaging if outer is None else outer
+        self.sharded_anchor = sharded_anchor
+        if sharded_anchor:
+            self.anchor_parts = [self.cut(a) for a in self.anchor]
+            self.outer_optimizers = [[outer([part]) for part in parts] for parts in self.anchor_parts]
+        else:
+            self.outer_optimizers = [outer(a) for a in self.anchor]
         self.last_buffers = self.buffers_of_replica_0()
         self.statistics = [[Statistics() for _ in range(self.L)] for _ in range(self.R)]
 
@@ -371,6 +434,9 @@ class Reference:
         for l in range(self.L):
             for a, p in zip(self.anchor[l], self.parameters(0, l), strict=True):
                 a.copy_(p)
+            if self.sharded_anchor:
+                for part, value in zip(self.anchor_parts[l], self.cut(self.anchor[l]), strict=True):
+                    part.copy_(value)
         self.last_buffers = self.buffers_of_replica_0()
 
     # --- a round ---
@@ -441,7 +507,10 @@ class Reference:
             moved = any(G_l[i] != 0 for i in range(R) if not out[i])
             factor = None
             if moved:
-                factor = self.outer_step(l, w, [delta[i][l] for i in range(R)])  # 6, 7, 8
+                if self.sharded_anchor:
+                    factor = self.sharded_outer_step(l, w, [launch.theta[l] for launch in launches])
+                else:
+                    factor = self.outer_step(l, w, [delta[i][l] for i in range(R)])  # 6, 7, 8
             for i in range(R):
                 # Choice: in a layer that is rolled back too.
                 done.healed[i][l] = not math.isfinite(G_l[i])
@@ -515,6 +584,44 @@ class Reference:
         self.outer_optimizers[l].step()
         for a in self.anchor[l]:
             a.grad = None
+        return factor
+
+    def cut(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """A layer laid out in one line and cut into R parts, the first ones longer where it is uneven."""
+        line = torch.cat([t.flatten() for t in tensors])
+        return [part.clone() for part in line.tensor_split(self.R)]
+
+    def sharded_outer_step(self, l: int, w: Sequence[float], theta: Sequence[Sequence[Tensor]]) -> float:
+        """The same as CO2* does it: the replicas' parameters travel, not the pseudo gradients.
+
+        Each of the R ranks holds one part of the anchor and of the outer optimizer's state. (G_i needs the
+        whole a, which CO2* itself does not look at; here it is at hand.)
+
+        Choice: the norm of the clip, where there is one, is over the whole layer all the same.
+        """
+        mine = self.anchor_parts[l]
+        theirs = [self.cut(theta_i) for theta_i in theta]  # [R][R]: of replica i the part r
+        # reduce-scatter: rank r holds part r of the mean of the parameters
+        mean = []
+        for r in range(self.R):
+            total = torch.zeros_like(mine[r])
+            for i in range(self.R):
+                if w[i] != 0:
+                    total += w[i] * theirs[i][r]
+            mean.append(total)
+        # every rank steps its own part
+        delta_bar = [a - m for a, m in zip(mine, mean, strict=True)]
+        factor = clip_factor(delta_bar, self.phi)
+        for r in range(self.R):
+            mine[r].grad = factor * delta_bar[r]
+            self.outer_optimizers[l][r].step()
+            mine[r].grad = None
+        # all-gather
+        line = torch.cat(mine)
+        start = 0
+        for a in self.anchor[l]:
+            a.copy_(line[start : start + a.numel()].reshape(a.shape))
+            start += a.numel()
         return factor
 
     def restart(self, i: int, l: int, theta: Sequence[Tensor], out: bool) -> None:
@@ -633,3 +740,109 @@ class Reference:
                     self.apply(i)
             for i in range(self.R):
                 self.launch(i, called=called[i])
+
+
+# --- the methods compared in the paper ---------------------------------------------------------------
+#
+# Each takes the model, R and the cut into layers; ``inner`` and the outer settings by the page's tables;
+# ``settings`` are other arguments of `Reference`, and overwrite what the method says.
+#
+# Choice: t_warm is 0 where the caller says nothing, as in the package (1000 is for real runs).
+# Choice: no penalty means no detector, equal weights and no clip; non-finite replicas are out all the same.
+
+
+def adamw(parameters: list[nn.Parameter]) -> Optimizer:
+    """Choice: EDiT's best lr in the paper; the rest is PyTorch's."""
+    return torch.optim.AdamW(parameters, lr=1.5e-4)
+
+
+Layers = Sequence[Sequence[str]]
+PLAIN = {"anomaly": None, "temperature": None, "max_norm": None}
+PENALTY = {"anomaly": ANOMALY, "temperature": 1.0, "max_norm": 10.0}
+
+
+def baseline(model: nn.Module, R: int, layers: Layers, *, inner: Inner = adamw, **settings: Any) -> Reference:
+    """Gradients averaged over all ranks in every step: a warm-up without end."""
+    settings = {"warmup_steps": math.inf, "outer": None} | settings
+    return Reference(model, R, layers=layers, inner=inner, **settings)
+
+
+def post_local_sgd(
+    model: nn.Module,
+    R: int,
+    layers: Layers,
+    *,
+    inner: Inner = adamw,
+    interval: int = 128,
+    warmup_steps: int = 0,
+    **settings: Any,
+) -> Reference:
+    """Warm-up, then local; every τ steps the replicas become their mean."""
+    settings = PLAIN | {"outer": None, "interval": interval, "warmup_steps": warmup_steps} | settings
+    return Reference(model, R, layers=layers, inner=inner, **settings)
+
+
+def diloco(
+    model: nn.Module,
+    R: int,
+    layers: Layers,
+    *,
+    inner: Inner = adamw,
+    interval: int = 500,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    **settings: Any,
+) -> Reference:
+    """Local; mean; Nesterov."""
+    settings = PLAIN | {"outer": nesterov(lr, momentum), "interval": interval} | settings
+    return Reference(model, R, layers=layers, inner=inner, **settings)
+
+
+def co2(
+    model: nn.Module,
+    R: int,
+    layers: Layers,
+    *,
+    inner: Inner = adamw,
+    interval: int = 48,
+    lr: float = 1.0,
+    beta: float = 0.5,
+    gap: float = 1.0,
+    c: float | None = 1.0,
+    **settings: Any,
+) -> Reference:
+    """Local; mean; heavy ball with gap penalty and clip; one round late."""
+    settings = (
+        PLAIN | {"outer": co2_outer(lr, beta, gap, c), "interval": interval, "delay": interval} | settings
+    )
+    return Reference(model, R, layers=layers, inner=inner, **settings)
+
+
+def co2_star(model: nn.Module, R: int, layers: Layers, **settings: Any) -> Reference:
+    """As CO2, the anchor and the outer momentum sharded over the replicas.
+
+    Choice: one round late like CO2. That its traffic blocks is a matter of time, not of numbers.
+    """
+    return co2(model, R, layers, **{"sharded_anchor": True} | settings)
+
+
+def edit(
+    model: nn.Module,
+    R: int,
+    layers: Layers,
+    *,
+    inner: Inner = adamw,
+    interval: int | None = 128,
+    warmup_steps: int = 0,
+    lr: float = 0.8,
+    momentum: float = 0.85,
+    **settings: Any,
+) -> Reference:
+    """Warm-up, then local; penalty; Nesterov."""
+    own = {"outer": nesterov(lr, momentum), "interval": interval, "warmup_steps": warmup_steps}
+    return Reference(model, R, layers=layers, inner=inner, **PENALTY | own | settings)
+
+
+def a_edit(model: nn.Module, R: int, layers: Layers, **settings: Any) -> Reference:
+    """As EDiT, by the clock: for `Reference.run_rounds`, which is told the steps of every round."""
+    return edit(model, R, layers, **{"interval": None} | settings)

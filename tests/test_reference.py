@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from reference import Detector, Reference, Statistics, penalty_weights
+import reference
+from reference import CO2, Detector, Reference, Statistics, co2_outer, penalty_weights
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
 NAN, INF = math.nan, math.inf
@@ -660,6 +661,195 @@ def test_delay_is_at_most_the_interval():
     for delay in (-1, 4):
         with pytest.raises(ValueError, match="delay"):
             one(1, 0.0, interval=3, delay=delay)
+
+
+# --- CO2 and CO2* ------------------------------------------------------------------------------------
+
+
+def test_co2_recurrence_by_hand():
+    a = torch.tensor([1.0, 1.0], dtype=torch.float64)
+    optimizer = CO2([a], lr=0.5, beta=0.5, gap=2.0, c=0.3)
+    m = []
+    for delta in ([0.4, 0.1], [1.0, 0.1], [0.0, -2.0]):
+        a.grad = torch.tensor(delta, dtype=torch.float64)
+        optimizer.step()
+        m.append(optimizer.state[a]["m"].tolist())
+    # first element: 0.2; 0.1 + 0.5 → 0.3; 0.15.   second: 0.05; 0.025 + 0.05; 0.0375 − 1 → −0.3
+    assert m == [close([0.2, 0.05]), close([0.3, 0.075]), close([0.15, -0.3])]
+    assert a.tolist() == close([1 - 0.5 * (0.2 + 0.3 + 0.15), 1 - 0.5 * (0.05 + 0.075 - 0.3)])
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_co2_run_by_hand(sharded: bool):
+    # τ = d = 2; Δ̄ = 0.4 in every round; m = 0.4, 0.2 + 0.4 → 0.5, 0.25 + 0.4 → 0.5; a = 0.6, 0.1, −0.4
+    ref = one(2, 1.0, interval=2, delay=2, outer=co2_outer(c=0.5), sharded_anchor=sharded)
+    ref.run((6, 6), lambda i, t: slopes((1.0, 3.0)[i]))
+    # at step 4: 0.6 + (0.6 − 0.8) and 0.6 + (−0.2 − 0.4); at step 6: 0.1 + (0.2 − 0.4), 0.1 + (−0.6 − 0)
+    h0, h1, a0, a1 = states(ref)
+    assert (h0, h1) == (close([0.9, 0.8, 0.7, 0.6, 0.3, 0.2]), close([0.7, 0.4, 0.1, -0.2, -0.3, -0.6]))
+    assert (a0, a1) == (close([0.9, 0.8, 0.7, 0.4, 0.3, -0.1]), close([0.7, 0.4, 0.1, 0.0, -0.3, -0.5]))
+    assert (value(ref, 0), value(ref, 1)) == (close(-0.4), close(-0.4))
+
+
+def test_co2_without_clamp_is_heavy_ball():
+    ours, torchs = (
+        Reference(mlp(), 3, inner=reference.adamw, layers=LAYERS, outer=outer, max_norm=None, interval=2)
+        for outer in (co2_outer(0.7, 0.6, 2.0, None), lambda ps: SGD(ps, lr=0.35, momentum=0.6))
+    )
+    for ref in (ours, torchs):
+        ref.run((8, 8, 8), mse)
+    same(ours.after_round[-1][0], torchs.after_round[-1][0])
+
+
+def test_sharded_anchor_by_hand():
+    # a layer of three elements and two ranks: parts of two and one
+    ref = Reference(
+        One(1.0, 2.0, 3.0),
+        2,
+        inner=lambda ps: SGD(ps, lr=0.1),
+        layers=[["x.2", "x.0", "x.1"]],
+        outer=co2_outer(c=0.15),
+        anomaly=None,
+        temperature=None,
+        max_norm=None,
+        interval=1,
+        sharded_anchor=True,
+    )
+    assert [part.tolist() for part in ref.anchor_parts[0]] == [[3.0, 1.0], [2.0]]
+    ref.step([slopes(1.0, 2.0, -1.0), slopes(1.0, 0.0, -3.0)])
+    ref.round()  # the mean of the parameters: 0.9, 1.9, 3.2; Δ̄ = 0.1, 0.1, −0.2 → −0.15
+    assert [part.tolist() for part in ref.anchor_parts[0]] == [close([3.15, 0.9]), close([1.9])]
+    assert [value(ref, 1, l) for l in range(3)] == close([0.9, 1.9, 3.15])
+    sizes = [[m["m"].numel() for m in optimizer.state.values()] for optimizer in ref.outer_optimizers[0]]
+    assert sizes == [[2], [1]]
+
+
+@pytest.mark.parametrize("delay", [0, 2, 3])
+@pytest.mark.parametrize("R", [1, 2, 3, 11])
+def test_co2_star_gives_what_co2_gives(R: int, delay: int):
+    inner = lambda ps: AdamW(ps, lr=0.02)  # noqa: E731
+    arguments = {"inner": inner, "interval": 3, "delay": delay, "c": 0.02, "warmup_steps": 2}
+    co2 = reference.co2(mlp(), R, LAYERS, **arguments)
+    star = reference.co2_star(mlp(), R, LAYERS, **arguments)
+    for ref in (co2, star):
+        ref.run([13 - i % 3 for i in range(R)], mse)
+    for i in range(R):
+        for t in range(len(co2.history[i])):
+            same(co2.history[i][t], star.history[i][t], rtol=1e-9)
+            same(co2.after_step[i][t], star.after_step[i][t], rtol=1e-9)
+        same(co2.after_round[-1][i], star.after_round[-1][i], rtol=1e-9)
+    m = torch.cat([s["m"].flatten() for o in co2.outer_optimizers for s in o.state.values()])
+    assert m.abs().max() == 0.02  # the clamp was at work
+    assert len(star.outer_optimizers[1]) == R
+
+
+def test_sharded_anchor_with_the_whole_penalty():
+    def spoil(i: int, model: nn.Module) -> None:
+        if (i, ref.made[i]) == (1, 4):
+            model[0].bias.grad.fill_(NAN)
+
+    runs = []
+    for sharded in (False, True):
+        ref = reference.edit(
+            mlp(),
+            3,
+            LAYERS,
+            interval=3,
+            inner=lambda ps: AdamW(ps, lr=0.02),
+            max_norm=0.1,
+            sharded_anchor=sharded,
+        )
+        ref.run((12, 12, 11), mse, spoil)
+        runs.append(ref)
+    assert any(o for r in runs[0].rounds[:-1] for replica in r.out for o in replica)
+    assert any(c is not None and c < 1 for r in runs[0].rounds for c in r.clip)
+    for a, b in zip(runs[0].after_round, runs[1].after_round, strict=True):
+        for i in range(3):
+            same(a[i], b[i], rtol=1e-9)
+
+
+# --- the methods -------------------------------------------------------------------------------------
+
+
+def test_settings_of_the_methods():
+    def settings(ref: Reference) -> tuple:
+        outer = ref.outer_optimizers[0]
+        parts = (ref.detector is not None, ref.T, ref.phi)
+        return (ref.interval, ref.delay, parts, (outer[0] if ref.sharded_anchor else outer).defaults)
+
+    def check(ref: Reference, interval, delay, parts, **outer) -> None:
+        got = settings(ref)
+        assert got[:3] == (interval, delay, parts)
+        assert outer.items() <= got[3].items()
+        assert (ref.R, ref.warmup_steps) == (2, 0)
+        group = ref.optimizers[1].param_groups[0]
+        assert isinstance(ref.optimizers[1], AdamW)
+        assert (group["lr"], group["betas"]) == (1.5e-4, (0.9, 0.999))
+
+    none, whole = (False, None, None), (True, 1.0, 10.0)
+    heavy = {"lr": 1.0, "beta": 0.5, "gap": 1.0, "c": 1.0}
+    args = mlp(), 2, LAYERS
+    check(reference.post_local_sgd(*args), 128, 0, none, lr=1.0, momentum=0)
+    check(reference.diloco(*args), 500, 0, none, lr=0.7, momentum=0.9, nesterov=True)
+    check(reference.co2(*args), 48, 48, none, **heavy)
+    check(reference.co2_star(*args), 48, 48, none, **heavy)
+    check(reference.edit(*args), 128, 0, whole, lr=0.8, momentum=0.85, nesterov=True)
+    check(reference.a_edit(*args), None, 0, whole, lr=0.8, momentum=0.85, nesterov=True)
+    assert reference.edit(*args).detector == Detector(0.02, 3.0, 10, 5)
+    assert reference.edit(*args).e == 0.5
+    assert reference.baseline(*args).warm_up_left == INF
+    assert reference.edit(*args, interval=7, warmup_steps=3, delay=2, max_norm=None).phi is None
+
+
+def test_baseline_is_adamw_on_the_mean_gradient_and_post_local_sgd_begins_like_it():
+    inner = lambda ps: AdamW(ps, lr=0.01)  # noqa: E731
+    base = reference.baseline(mlp(), 3, LAYERS, inner=inner)
+    base.run((7, 7, 7), mse)
+    base.sync()
+    post = reference.post_local_sgd(mlp(), 3, LAYERS, inner=inner, interval=2, warmup_steps=4)
+    post.run((8, 8, 8), mse)
+    plain = mlp()
+    optimizer = AdamW(plain.parameters(), lr=0.01)
+    for t in range(7):
+        optimizer.zero_grad()
+        (sum(mse(i, t)(plain) for i in range(3)) / 3).backward()
+        optimizer.step()
+        for i in range(3):
+            same(base.history[i][t], plain.state_dict())
+            if t < 4:
+                same(post.after_step[i][t], plain.state_dict())
+    assert (base.rounds, base.made) == ([], [7, 7, 7])
+    for t in (5, 7):
+        last = [post.history[i][t] for i in range(3)]
+        mean = {name: sum(state[name] for state in last) / 3 for name in last[0]}
+        for i in range(3):
+            same(post.after_step[i][t], mean)
+    assert [r.steps for r in post.rounds] == [[2] * 3, [2] * 3, [0] * 3]
+
+
+def test_diloco_by_hand():
+    ref = reference.diloco(One(1.0), 2, [["x.0"]], inner=lambda ps: SGD(ps, lr=0.1), interval=2)
+    ref.run((4, 4), lambda i, t: slopes((1.0, 3.0)[i]))
+    # Δ̄ = 0.4 twice; m = 0.4, 0.36 + 0.4; the step is 0.7·(Δ̄ + 0.9 m)
+    assert ref.after_round[0][1]["x.0"] == close(1 - 0.7 * (0.4 + 0.36))
+    assert ref.after_round[1][0]["x.0"] == close(1 - 0.7 * (0.76 + 0.4 + 0.9 * 0.76))
+
+
+def test_edit_and_a_edit():
+    inner = lambda ps: AdamW(ps, lr=0.01)  # noqa: E731
+    by_steps = reference.edit(mlp(), 3, LAYERS, inner=inner, interval=2, warmup_steps=2)
+    by_clock = reference.a_edit(mlp(), 3, LAYERS, inner=inner, warmup_steps=2)
+    by_steps.run((8, 8, 8), mse)
+    by_clock.run_rounds([[2] * 3] * 3, mse)
+    for i in range(3):
+        same(by_steps.after_round[2][i], by_clock.after_round[2][i], rtol=0)
+    by_clock.run_rounds([[1, 5, 2]], mse)
+    assert by_clock.rounds[-1].steps == [1, 5, 2]
+    s_bar = 8 / 3
+    for i, s in enumerate((1, 5, 2)):
+        for l in range(2):
+            G, g = by_clock.rounds[-1].norms[i][l], by_clock.rounds[-1].scaled[i][l]
+            assert g == close(G / math.sqrt(s / s_bar))
 
 
 # --- buffers -----------------------------------------------------------------------------------------
