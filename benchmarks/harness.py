@@ -1,4 +1,4 @@
-"""What the benchmarks share: ranks and their network, counting what runs, timing in pairs, the model."""
+"""What the benchmarks share: ranks, counting what runs, timing in pairs, the model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import tempfile
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from llama import Config, Llama
+from netlab import Network
 
 # ----------------------------------------------------------------------------------------------- ranks
 
@@ -56,13 +57,14 @@ def be_rank(jobs: dict[str, Callable[..., Any]]) -> None:
 
 
 def run_ranks(
-    job: str, world: int, *, network: Sequence[str] = (), timeout: float = 600, **settings: Any
+    job: str, world: int, *, network: Network | None = None, timeout: float = 600, **settings: Any
 ) -> list[Any]:
     """``[jobs[job](**settings) for each rank]``: this script, started once per rank.
 
     Args:
-        network: network namespaces; consecutive ranks share one. Empty: all ranks on the loopback.
+        network: consecutive ranks share one of its hosts. None, or without hosts: all on the loopback.
     """
+    network = network or Network()
     with tempfile.TemporaryDirectory() as folder:
         processes: list[subprocess.Popen[bytes]] = []
         try:
@@ -71,10 +73,10 @@ def run_ranks(
                 env = os.environ | {
                     _JOB: json.dumps(spec),
                     "OMP_NUM_THREADS": "1",
-                    "GLOO_SOCKET_IFNAME": LINK if network else "lo",
+                    **network.environment(),
                 }
-                inside = ["ip", "netns", "exec", network[rank * len(network) // world]] if network else []
-                command = [*inside, sys.executable, *sys.argv]
+                host = rank * len(network.names) // world
+                command = network.command(host, [sys.executable, *sys.argv])
                 with open(f"{folder}/log{rank}", "wb") as log:
                     processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
             deadline = time.monotonic() + timeout
@@ -93,64 +95,6 @@ def run_ranks(
                 if process.poll() is None:
                     process.kill()
                 process.wait()
-
-
-LINK = "edit0"  # the interface to the other namespaces, in each of them
-
-
-@contextmanager
-def namespaces(count: int) -> Iterator[list[str]]:
-    """Network namespaces, each with one interface :data:`LINK` on a common bridge. Empty without the rights.
-
-    What ranks of one namespace say to each other stays on its loopback, so the interface carries what leaves
-    a replica, and nothing else.
-    """
-    prefix = f"edit-{os.getpid()}"
-    switch, names = f"{prefix}-switch", [f"{prefix}-{i}" for i in range(count)]
-    made: list[str] = []
-
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-    try:
-        try:
-            for name in [switch, *names]:
-                ip("netns", "add", name)
-                made.append(name)
-                ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-            ip("-n", switch, "link", "set", "bridge", "up")
-            for i, name in enumerate(names):
-                ip(
-                    "-n",
-                    switch,
-                    "link",
-                    "add",
-                    f"port{i}",
-                    "type",
-                    "veth",
-                    "peer",
-                    "name",
-                    LINK,
-                    "netns",
-                    name,
-                )
-                ip("-n", switch, "link", "set", f"port{i}", "master", "bridge", "up")
-                ip("-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", LINK)
-                ip("-n", name, "link", "set", LINK, "up")
-        except (OSError, subprocess.CalledProcessError):
-            names = []
-        yield names
-    finally:
-        for name in made:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-
-
-def bytes_out() -> int:
-    """Bytes that this process's network has sent so far: over :data:`LINK`, or else over the loopback."""
-    rows = (line.split(":", 1) for line in Path("/proc/net/dev").read_text().splitlines() if ":" in line)
-    sent = {name.strip(): int(numbers.split()[8]) for name, numbers in rows}
-    return sent.get(LINK, sent["lo"])
 
 
 # ---------------------------------------------------------------------------------------------- census

@@ -41,19 +41,18 @@ from harness import (
     LiveBytes,
     arguments,
     be_rank,
-    bytes_out,
     group_names,
     is_rank,
     llama,
     llama_loss,
     mesh,
-    namespaces,
     numel,
     run_ranks,
     seconds,
     shard,
     table,
 )
+from netlab import bytes_out, network
 
 DEPTH, HIDDEN, PREFETCH = 8, 416, 1
 BYTES, TIME, MEMORY = 1.02, 3.0, PREFETCH + 4  # bounds
@@ -203,23 +202,23 @@ def show_bytes(quick: bool) -> tuple[bool, dict[str, Any]]:
     """Bytes out of a rank, and how long it waited."""
     rows, result, within = [], {}, []
     for label, (replicas, shards) in SHAPES.items():
-        with namespaces(replicas) as network:
+        with network(replicas) as lab:
             found = run_ranks(
                 "traffic",
                 replicas * shards,
-                network=network,
+                network=lab,
                 replicas=replicas,
                 shards=shards,
                 rounds=5 if quick else 20,
             )
-        sharing = shards if network else replicas * shards  # ranks behind one counter
+        sharing = shards if lab.names else replicas * shards  # ranks behind one counter
         worst = max(found, key=lambda rank: rank["bytes"] / rank["bound"])
         sent, bound = worst["bytes"] / sharing, worst["bound"]
         waited, total = (max(rank[key] for rank in found) for key in ("waited_s", "total_s"))
         result |= {f"{label}: bytes_over_bound": sent / bound, f"{label}: waited_s": waited}
-        if network or shards == 1:
+        if lab.names or shards == 1:
             within.append(sent / bound <= BYTES)
-        where = "namespaces" if network else "loopback"
+        where = "namespaces" if lab.names else "loopback"
         rows.append(
             [
                 label,
