@@ -546,12 +546,15 @@ class Reference:
         """Step 9 on replica i; the anchor is a_new: the next round needs this replica's launch."""
         launch = self.pending[i]
         done = self.rounds[launch.k]
+        # Choice (against the page's letter, under which a replica with d = τ may never heal): steps that were
+        # made since a launch with a non-finite norm are worth nothing in any layer.
+        lost = self.delay > 0 and not launch.called and any(done.healed[i])
         for l in range(self.L):
-            self.restart(i, l, launch.theta[l], done.out[i][l])
+            self.restart(i, l, launch.theta[l], done.out[i][l] or lost)
             # Choice: with delay at the application, not at the launch: the steps between fill it again with
             # NaN. A replica that became non-finite after its launch keeps that (a_new + NaN) and is out, and
             # healed, in the next round.
-            if done.healed[i][l]:
+            if done.healed[i][l] or lost:
                 self.drop_inner_state(i, l)
         self.update_buffers(i, launch.buffers, done.part[i])
         self.pending[i] = None

@@ -238,6 +238,10 @@ class Round:
         self._gone = self.out[replicas.index].tolist()
         self._left = self.weights.any(0).tolist()
         self._finite = self.norms[replicas.index].isfinite().tolist()
+        if self.start is not None and not all(self._finite):
+            # What came since was learned with this NaN in the forward. Layers that were still finite at the launch
+            # must start afresh, too, or with delay = interval each half would infect the other for ever.
+            self._gone, self._finite = [True] * width, [False] * width
         self._verdicts = [(self.memory[key].unbind(-1), new.unbind(-1)) for key, new in self._new.items()]
         self.decided = True
 
