@@ -31,6 +31,7 @@ PUBLIC = [
     "Nesterov",
     "Outer",
     "Penalty",
+    "Plan",
     "Progress",
     "PseudoGradientPenalty",
     "RoundReport",
@@ -40,9 +41,10 @@ PUBLIC = [
     "latest",
     "load",
     "methods",
+    "plan",
     "save",
 ]
-PRESETS = ["a_edit", "diloco", "edit", "post_local_sgd"]
+PRESETS = ["a_edit", "co2", "diloco", "edit", "post_local_sgd"]
 
 
 def test_exports_are_these() -> None:

@@ -11,6 +11,7 @@ from .comm import SyncError
 from .optimizer import LocalSGDOptimizer
 from .outer import Average, HeavyBall, Nesterov, Outer
 from .penalty import Penalty, PseudoGradientPenalty
+from .planner import Plan, plan
 from .round import RoundReport
 from .schedule import EverySeconds, EverySteps, Progress, Schedule
 
@@ -25,6 +26,7 @@ __all__ = [
     "Nesterov",
     "Outer",
     "Penalty",
+    "Plan",
     "Progress",
     "PseudoGradientPenalty",
     "RoundReport",
@@ -34,6 +36,7 @@ __all__ = [
     "latest",
     "load",
     "methods",
+    "plan",
     "save",
 ]
 __version__ = "0.1.0"

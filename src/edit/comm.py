@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -283,10 +284,11 @@ class Replicas:
             return None
         return _work(dist.all_reduce(matrix, group=self.control, async_op=True))
 
-    def from_leader(self, values: Tensor) -> None:
-        """``values`` (host) become the leader's."""
-        if self.control is not None:
-            dist.broadcast(values, src=self.leader, group=self.control)
+    def start_from_leader(self, values: Tensor) -> Work | None:
+        """``values`` (host) become the leader's, in the background."""
+        if self.control is None:
+            return None
+        return _work(dist.broadcast(values, src=self.leader, group=self.control, async_op=True))
 
     def start_sum(self, flat: Tensor) -> Work | None:
         """Sum ``flat`` over the replicas, in the background.
@@ -310,10 +312,11 @@ class Replicas:
                 # FSDP hands in a buffer that another of its streams owns and may free before this one is done.
                 flat.record_stream(torch.cuda.current_stream(flat.device))
 
-    def sum_inside(self, value: Tensor, layer: str) -> None:
-        """Sum ``value`` over the ranks of this replica that hold ``layer``."""
-        if (group := self._inside[layer]) is not None:
-            dist.all_reduce(value, group=group)
+    def start_sum_inside(self, value: Tensor, layer: str) -> Work | None:
+        """Sum ``value`` over the ranks of this replica that hold ``layer``, in the background."""
+        if (group := self._inside[layer]) is None:
+            return None
+        return _work(dist.all_reduce(value, group=group, async_op=True))
 
     def from_first_replica(self, flat: Tensor) -> None:
         """``flat`` becomes that of replica 0."""
@@ -340,6 +343,19 @@ class Replicas:
                 f"{self.count}): {error}. A rank died, stopped, or waits elsewhere for longer than timeout="
                 f"{self.timeout}; see docs/faq.md. Restart from the last checkpoint"
             ) from error
+
+
+def wait(work: Work | None, *, on_host: bool, in_thread: bool) -> None:
+    """Wait for ``work``; on a device its stream does, not the host.
+
+    In a daemon thread by looking now and then, never inside the backend: where the interpreter ends meanwhile, it
+    ends such threads as they return to it, and one that is inside C++ would abort the process.
+    """
+    if work is None:
+        return
+    while on_host and in_thread and not work.is_completed():
+        time.sleep(0.003)
+    work.wait()
 
 
 def _work(work: Work | None) -> Work:

@@ -17,7 +17,7 @@ from torch import Tensor
 from .anchor import Anchor
 from .background import Background
 from .buffers import Buffers
-from .comm import Replicas, SyncError, Work, reshard
+from .comm import Replicas, SyncError, Work, reshard, wait
 from .layers import Layer
 from .penalty import Penalty
 
@@ -128,6 +128,7 @@ class Round:
         self._combined: dict[int, tuple[Tensor, Tensor]] = {}
         self._clip = torch.full((len(columns),), torch.nan, dtype=torch.float64)
         self._factors: dict[int, Tensor] = {}
+        self._on_host = all(layer.device.type == "cpu" for layer in layers)
         self._waited = 0.0
         self._bytes = replicas.bytes_sent
         self._launched = time.perf_counter()
@@ -199,9 +200,8 @@ class Round:
     def _judge(self) -> None:
         """Wait for the exchange; get the leader's verdicts."""
         replicas, width = self.replicas, len(self.columns)
-        if self._exchange is not None:
-            with self._traffic("exchange of norms"):
-                self._exchange.wait()
+        with self._traffic("exchange of norms"):
+            self._wait(self._exchange, on_host=True)
         extra = self._matrix[:, width:]
         self._check(extra)
         self.steps = (extra[:, _STEPS] / replicas.members).long()
@@ -222,7 +222,7 @@ class Round:
             + [value.flatten().double() for value in self._new.values()]
         )
         with self._traffic("broadcast of verdicts"):
-            replicas.from_leader(packed)
+            self._wait(replicas.start_from_leader(packed), on_host=True)
         if not packed[0]:
             raise fault or SyncError(
                 f"round {self.number}: the penalty raised an error on rank {replicas.leader}; see its log"
@@ -312,8 +312,7 @@ class Round:
         values = self.buffers.tensors() if self.start is None else self.start.buffers
         self._buffer_sum = self.buffers.contribution(values, self._takes_part, index == 0)
         with self._traffic("averaging buffers"):
-            if (work := self.replicas.start_sum(self._buffer_sum)) is not None:
-                work.wait()
+            self._wait(self.replicas.start_sum(self._buffer_sum))
 
     def _send(self, index: int) -> None:
         """``w_i Δ_i``, exactly 0 where this replica is out (0·NaN is not); its sum over the replicas."""
@@ -335,11 +334,10 @@ class Round:
         layer = self.layers[index]
         flat, work = self._flying.pop(index)
         with self._traffic("sum of pseudo gradients", layer):
-            if work is not None:
-                work.wait()
+            self._wait(work)
         squares = layer.squares(flat)
         with self._traffic("norm of the clip", layer):
-            self.replicas.sum_inside(squares, layer.name)
+            self._wait(self.replicas.start_sum_inside(squares, layer.name))
         self._combined[index] = flat, squares
 
     def _apply(self, index: int) -> None:
@@ -398,6 +396,10 @@ class Round:
             seconds_waited=self._waited,
             last_replica=self.last_replica,
         )
+
+    def _wait(self, work: Work | None, on_host: bool | None = None) -> None:
+        on_host = self._on_host if on_host is None else on_host
+        wait(work, on_host=on_host, in_thread=self.start is not None)
 
     @contextmanager
     def _traffic(self, what: str, layer: Layer | None = None) -> Iterator[None]:

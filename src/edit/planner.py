@@ -79,7 +79,7 @@ def plan(
 
     if interval is None:
         allowed = step_seconds * (1 / target - 1)  # to stand still, per step
-        interval = max(16, delay or 0, math.ceil(exposed(delay or 0) / allowed))
+        interval = max(16, delay or 0, math.ceil(exposed(delay or 0) / allowed - 1e-9))
         if delay is None:
             interval = min(interval, max(128, math.ceil(seconds / step_seconds)))
     if delay is None:
