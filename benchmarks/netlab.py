@@ -307,7 +307,7 @@ def check(hosts: int) -> int:
             return _skip(lab)
         for mbit in (50, 200, 1000, None):
             lab.limit(mbit)
-            ranks = run_ranks("measure", hosts, network=lab, seconds=4.0)
+            ranks = run_ranks("measure", hosts, network=lab, seconds=2.0)
             alone, busy, products = (
                 sum(rank[key] for rank in ranks) / hosts for key in ("alone", "busy", "products")
             )
