@@ -307,7 +307,7 @@ def check(hosts: int) -> int:
             return _skip(lab)
         for mbit in (50, 200, 1000, None):
             lab.limit(mbit)
-            ranks = run_ranks("measure", hosts, network=lab, seconds=4.0)
+            ranks = run_ranks("measure", hosts, network=lab, seconds=2.0)
             alone, busy, products = (
                 sum(rank[key] for rank in ranks) / hosts for key in ("alone", "busy", "products")
             )
@@ -339,6 +339,7 @@ def main() -> int:
         parser.error("give either a command, after --, or --check")
     if found.hosts < 1 or (found.mbit is not None and found.mbit <= 0):
         parser.error("--hosts and --mbit must be positive")
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # through every "finally"
     if found.check:
         return check(found.hosts)
     with network(found.hosts, found.mbit) as lab:
