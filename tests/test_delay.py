@@ -197,15 +197,13 @@ optimizer = edit.LocalSGDOptimizer(model, torch.optim.SGD, lr=0.1, schedule=edit
 for step in range(2 if rank == 0 else 1):  # replica 1 never launches
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-if how == "raise":
-    raise KeyboardInterrupt
 if how == "close":
     optimizer.close()
 print("end", flush=True)
 """
 
 
-@pytest.mark.parametrize("how", ["end", "raise", "close"])
+@pytest.mark.parametrize("how", ["end", "close"])
 def test_a_program_ends_though_a_round_is_under_way(tmp_path: Path, how: str) -> None:
     env = os.environ | {"PYTHONPATH": str(SRC), "GLOO_SOCKET_IFNAME": "lo"}
     commands = [[sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "store"), how] for rank in range(2)]
@@ -214,12 +212,9 @@ def test_a_program_ends_though_a_round_is_under_way(tmp_path: Path, how: str) ->
     ]
     try:
         for program in programs:
-            out, err = program.communicate(timeout=60)
-            if how == "raise":
-                assert b"KeyboardInterrupt" in err
-            else:
-                assert out == b"end\n"
-                assert program.returncode == 0, err
+            out, err = program.communicate(timeout=110)
+            assert out == b"end\n"
+            assert program.returncode == 0, err
     finally:
         for program in programs:
             program.kill()
