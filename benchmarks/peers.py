@@ -1,0 +1,331 @@
+"""The peers that compare.py measures: one small interface, and each in its fastest setting that is correct.
+
+    python benchmarks/peers.py [NAME...]    # all that are installed; torchft and accelerate: the extra "benchmarks"
+
+Run as a script, it trains each with 4 replicas (gloo processes; as root, each in a network namespace, else on the
+loopback) and checks every parameter after every step against a computation by hand: plain replicas in one
+process, whose gradients or parameters are averaged, or whose mean takes an outer step of Nesterov. It prints one
+line each: the largest difference, and what one interval took more than the same steps without communication.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.distributed.tensor import DTensor
+
+from harness import be_rank, is_rank, mesh, namespaces, run_ranks
+
+# ---------------------------------------------------------------------------------------------- trainers
+
+
+class Trainer:
+    """Plain AdamW on this rank, with no communication; the peers derive from it.
+
+    The loop is ``model(...)``, ``loss.backward()``, ``step()``, ``zero_grad()``; ``step`` is the inner step and
+    whatever the method does after it. The default group must be there, one rank per replica; construct and
+    close on all ranks together.
+
+    Args:
+        model: is started with rank 0's values. Its blocks are the members of its ``nn.ModuleList``.
+        interval: inner steps between syncs, where the method has syncs: they come after steps ``interval``,
+            ``2 * interval`` and so on.
+        lr: of AdamW; ``inner`` is more for AdamW.
+        address: of this host, as the other ranks reach it. Only torchft asks.
+        master: that of rank 0's host.
+        timeout: seconds that anything may take that waits for other ranks.
+    """
+
+    needs = ""  # the package, other than torch
+    averages = "nothing"  # what the computation by hand has to do
+
+    def __init__(
+        self,
+        model: nn.Module,
+        interval: int,
+        lr: float,
+        *,
+        address: str = "127.0.0.1",
+        master: str = "127.0.0.1",
+        timeout: float = 60,
+        **inner: Any,
+    ) -> None:
+        self.interval, self.address, self.master, self.timeout = interval, address, master, timeout
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                dist.broadcast(tensor, 0)
+        self.model = self.wrap(model)
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=lr, **inner)
+        self.begin()
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model to call."""
+        return model
+
+    def begin(self) -> None:
+        """Add to ``self.optimizer`` what the method needs."""
+
+    def step(self) -> None:
+        """The inner step and, where one is due, the sync."""
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        """End threads, servers and groups: another trainer may come after this one."""
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The members of the module's lists."""
+    return [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
+
+
+def ddp(model: nn.Module) -> nn.parallel.DistributedDataParallel:
+    """DDP as it costs least: buffers are constants here, and gradients live where they are reduced."""
+    return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+
+class DDP(Trainer):
+    """DistributedDataParallel."""
+
+    averages = "gradients"
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """In DDP."""
+        return ddp(model)
+
+
+class HybridFSDP(Trainer):
+    """FSDP2, replicated over all ranks and sharded over one."""
+
+    averages = "gradients"
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Sharded, one unit a block."""
+        self.mesh = mesh(dist.get_world_size(), 1)
+        for unit in [*blocks(model), model]:
+            # To reshard a shard of the whole frees nothing, and copies everything once more in the backward pass.
+            fully_shard(unit, mesh=self.mesh, reshard_after_forward=False)
+        return model
+
+    def close(self) -> None:
+        """End the mesh's groups."""
+        for group in self.mesh.get_all_groups():
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+
+
+class PostLocalSGD(Trainer):
+    """torch's PostLocalSGDOptimizer, local from the start: averages of the parameters."""
+
+    averages = "parameters"
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """In DDP, which leaves the gradients as they are."""
+        model = ddp(model)
+        state = PostLocalSGDState(
+            process_group=None, subgroup=None, start_localSGD_iter=0, post_local_gradient_allreduce=False
+        )
+        model.register_comm_hook(state, post_localSGD_hook)
+        return model
+
+    def begin(self) -> None:
+        """Average every ``interval`` steps."""
+        averager = PeriodicModelAverager(period=self.interval, warmup_steps=0)
+        # It averages when its count, before the step, is a multiple of the interval: from 0 on that would be
+        # after steps 1, interval + 1 and so on.
+        averager.step = 1
+        self.optimizer = PostLocalSGDOptimizer(self.optimizer, averager)
+
+
+PEERS: dict[str, Callable[..., Trainer]] = {
+    "DDP": DDP,
+    "FSDP2 hybrid": HybridFSDP,
+    "PostLocalSGD": PostLocalSGD,
+}
+
+# ---------------------------------------------------------------------------------------------- the check
+
+
+class Tiny(nn.Module):
+    """Three blocks and parameters outside of them, in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.last = nn.Linear(16, 4)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A loss."""
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.last(x).square().mean()
+
+
+def tiny() -> Tiny:
+    """The same one on all ranks."""
+    torch.manual_seed(0)
+    return Tiny()
+
+
+def data(rank: int, step: int) -> Tensor:
+    """What this rank sees at this step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(5, 8, generator=generator, dtype=torch.float64)
+
+
+class ByHand:
+    """All replicas in one process, by the definition of each method."""
+
+    def __init__(self, peer: type[Trainer], world: int, interval: int, lr: float) -> None:
+        self.averages, self.interval = peer.averages, interval
+        self.models = [tiny() for _ in range(world)]
+        self.inner = [torch.optim.AdamW(model.parameters(), lr=lr) for model in self.models]
+        self.each = [list(params) for params in zip(*(m.parameters() for m in self.models), strict=True)]
+        self.steps = 0
+
+    @torch.no_grad()
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each by the mean of all."""
+        mean = torch.stack(list(tensors)).mean(0)
+        for tensor in tensors:
+            tensor.copy_(mean)
+
+    def step(self) -> None:
+        """One step of all replicas."""
+        for rank, (model, optimizer) in enumerate(zip(self.models, self.inner, strict=True)):
+            optimizer.zero_grad()
+            model(data(rank, self.steps)).backward()
+        if self.averages == "gradients":
+            for replicas in self.each:
+                self.average([p.grad for p in replicas if p.grad is not None])
+        for optimizer in self.inner:
+            optimizer.step()
+        self.steps += 1
+        if self.averages == "parameters" and self.steps % self.interval == 0:
+            for replicas in self.each:
+                self.average(replicas)
+
+
+def full(parameter: Tensor) -> Tensor:
+    """The whole parameter, plain."""
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+def check(names: list[str], addresses: list[str], interval: int, intervals: int) -> list[list[Any]]:
+    """On one rank, one peer after the other in the same processes."""
+    rows: list[list[Any]] = []
+    for name in names:
+        print(name, flush=True)  # in the log of the rank, should this one fail
+        rows.append(check_one(name, addresses, interval, intervals))
+    return rows
+
+
+def check_one(name: str, addresses: list[str], interval: int, intervals: int) -> list[Any]:
+    """The largest difference; whether all replicas are bitwise equal after each sync; seconds per interval."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)  # a start of its own on every rank but 0, which has the one that counts
+    trainer = PEERS[name](
+        Tiny() if rank else tiny(), interval, 1e-2, address=addresses[rank], master=addresses[0], timeout=60
+    )
+    hand = ByHand(type(trainer), world, interval, 1e-2)
+    difference, equal = 0.0, True
+    try:
+        for step in range(interval * intervals):
+            trainer.model(data(rank, step)).backward()
+            trainer.step()
+            trainer.zero_grad()
+            hand.step()
+            mine = torch.cat([full(p).flatten() for p in trainer.model.parameters()])
+            wanted = torch.cat([p.detach().flatten() for p in hand.models[rank].parameters()])
+            difference = max(difference, float((mine - wanted).abs().max()))
+            if (step + 1) % interval == 0:
+                others = [torch.empty_like(mine) for _ in range(world)]
+                dist.all_gather(others, mine)
+                equal &= all(torch.equal(other, mine) for other in others)
+        took = timed(trainer, interval)
+    finally:
+        trainer.close()
+    return [difference, equal, took - timed(Trainer(tiny(), interval, 1e-2), interval)]
+
+
+def timed(trainer: Trainer, interval: int, repetitions: int = 20) -> float:
+    """Median seconds of an interval of steps, all ranks starting together."""
+    batch, times = data(0, 0), []
+    for _ in range(repetitions):
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(interval):
+            trainer.model(batch).backward()
+            trainer.step()
+            trainer.zero_grad()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def main(names: list[str], world: int = 4, interval: int = 6, intervals: int = 3) -> None:
+    """Check the named peers, or all."""
+    if unknown := set(names) - set(PEERS):
+        sys.exit(f"there is no peer {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
+    missing = {name: PEERS[name].needs for name in names or PEERS}
+    missing = {
+        name: needs for name, needs in missing.items() if needs and not importlib.util.find_spec(needs)
+    }
+    names = [name for name in names or PEERS if name not in missing]
+    with namespaces(world) as network:
+        addresses = [f"10.77.0.{i + 1}" if network else "127.0.0.1" for i in range(world)]
+        where = "a network namespace each" if network else "the loopback"
+        print(f"{world} replicas, {where}; {intervals} intervals of {interval} steps", flush=True)
+        settings = {"names": names, "addresses": addresses, "interval": interval, "intervals": intervals}
+        results = run_ranks("check", world, network=network, timeout=400, **settings)
+    missing = {name: PEERS[name].needs for name in names or PEERS}
+    missing = {
+        name: needs for name, needs in missing.items() if needs and not importlib.util.find_spec(needs)
+    }
+    names = [name for name in names or PEERS if name not in missing]
+    with namespaces(world) as network:
+        addresses = [f"10.77.0.{i + 1}" if network else "127.0.0.1" for i in range(world)]
+        where = "a network namespace each" if network else "the loopback"
+        print(f"{world} replicas, {where}; {intervals} intervals of {interval} steps", flush=True)
+        settings = {"names": names, "addresses": addresses, "interval": interval, "intervals": intervals}
+        results = run_ranks("check", world, network=network, timeout=400, **settings)
+    failed = False
+    for name, *rows in zip(names, *results, strict=True):
+        difference, equal = max(row[0] for row in rows), all(row[1] for row in rows)
+        took = statistics.median(row[2] for row in rows)
+        correct = difference < 1e-9 and equal
+        failed |= not correct
+        print(
+            f"{name:24} {'correct' if correct else 'WRONG':8} off by {difference:.0e}, replicas "
+            f"{'equal' if equal else 'NOT equal'} after a sync, {1000 * took:.1f} ms more per interval"
+        )
+    for name, needs in missing.items():
+        print(f"{name:24} SKIPPED: {needs} is not installed")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    if is_rank():
+        be_rank({"check": check})
+    else:
+        main(sys.argv[1:])
