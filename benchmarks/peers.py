@@ -14,7 +14,9 @@ import importlib.util
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -155,10 +157,115 @@ class PostLocalSGD(Trainer):
         self.optimizer = PostLocalSGDOptimizer(self.optimizer, averager)
 
 
-PEERS: dict[str, Callable[..., Trainer]] = {
+class Torchft(Trainer):
+    """What torchft's methods share: a lighthouse on rank 0; on each rank a store, a manager and its gloo group.
+
+    torchft reports no error but drops the sync and goes on: here that raises. The first sync builds the group.
+    """
+
+    needs = "torchft"
+
+    def begin(self) -> None:
+        """Start the servers, on ports of their own choice."""
+        from torchft import Manager, ProcessGroupGloo
+        from torchft.coordination import LighthouseServer
+
+        rank, world, limit = dist.get_rank(), dist.get_world_size(), timedelta(seconds=self.timeout)
+        milliseconds = int(1000 * self.timeout)
+        self.lighthouse = None
+        port = [""]
+        if rank == 0:
+            self.lighthouse = LighthouseServer(
+                bind="[::]:0",
+                min_replicas=world,
+                join_timeout_ms=milliseconds,
+                # A busy machine sends its heartbeats late; to be thought dead would cost a new group.
+                heartbeat_timeout_ms=milliseconds,
+            )
+            port = [self.lighthouse.address().rpartition(":")[2]]
+        dist.broadcast_object_list(port, 0)
+        self.store = dist.TCPStore(self.address, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        self.group = ProcessGroupGloo(timeout=limit)
+        self.manager = Manager(
+            pg=self.group,
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=world,
+            use_async_quorum=False,
+            timeout=limit,
+            quorum_timeout=limit,
+            connect_timeout=limit,
+            rank=0,  # in its replica, as the only one
+            world_size=1,
+            store_addr=self.address,
+            store_port=self.store.port,
+            # The address that the lighthouse gives has the host's name in it, which may not resolve.
+            lighthouse_addr=f"http://{self.master}:{port[0]}",
+            replica_id=f"replica_{rank}",
+            hostname=self.address,
+            # All start equal. A sync at the start is in truth one at the first quorum, after ``interval`` local
+            # steps, and replaces what all but one replica learnt in these.
+            init_sync=False,
+            max_retries=0,
+        )
+        self.method = self.make()
+        self.method.__enter__()
+
+    def make(self) -> Any:
+        """The method's context manager."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Leave the method and end the servers, the lighthouse last."""
+        self.method.__exit__(None, None, None)
+        self.manager.shutdown()
+        self.group.abort(errored=False)
+        with suppress(RuntimeError):  # another rank failed: do not hide why
+            dist.barrier()
+        if self.lighthouse is not None:
+            self.lighthouse.shutdown()
+
+
+class TorchftLocalSGD(Torchft):
+    """torchft's LocalSGD: averages of the parameters, which travel one by one."""
+
+    averages = "parameters"
+
+    def make(self) -> Any:
+        """The only setting there is."""
+        from torchft.local_sgd import LocalSGD
+
+        return LocalSGD(self.manager, self.model, self.optimizer, sync_every=self.interval)
+
+
+class TorchftDiLoCo(Torchft):
+    """torchft's DiLoCo: Nesterov on the averaged pseudo-gradients of the whole model at once."""
+
+    averages = "outer"
+
+    def make(self) -> Any:
+        """One fragment, which travels as one tensor."""
+        from torchft.local_sgd import DiLoCo
+
+        outer = torch.optim.SGD(self.model.parameters(), lr=OUTER_LR, momentum=MOMENTUM, nesterov=True)
+        return DiLoCo(
+            self.manager,
+            [self.model],
+            self.optimizer,
+            [outer],
+            sync_every=self.interval,
+            use_bucketization=True,
+        )
+
+
+OUTER_LR, MOMENTUM = 0.7, 0.9
+
+PEERS: dict[str, type[Trainer]] = {
     "DDP": DDP,
     "FSDP2 hybrid": HybridFSDP,
     "PostLocalSGD": PostLocalSGD,
+    "torchft LocalSGD": TorchftLocalSGD,
+    "torchft DiLoCo": TorchftDiLoCo,
 }
 
 # ---------------------------------------------------------------------------------------------- the check
@@ -202,6 +309,8 @@ class ByHand:
         self.models = [tiny() for _ in range(world)]
         self.inner = [torch.optim.AdamW(model.parameters(), lr=lr) for model in self.models]
         self.each = [list(params) for params in zip(*(m.parameters() for m in self.models), strict=True)]
+        self.anchors = [params[0].detach().clone() for params in self.each]
+        self.momenta = [torch.zeros_like(anchor) for anchor in self.anchors]
         self.steps = 0
 
     @torch.no_grad()
@@ -222,9 +331,16 @@ class ByHand:
         for optimizer in self.inner:
             optimizer.step()
         self.steps += 1
-        if self.averages == "parameters" and self.steps % self.interval == 0:
+        if self.averages in ("parameters", "outer") and self.steps % self.interval == 0:
             for replicas in self.each:
                 self.average(replicas)
+        if self.averages == "outer" and self.steps % self.interval == 0:
+            for replicas, anchor, momentum in zip(self.each, self.anchors, self.momenta, strict=True):
+                gradient = anchor - replicas[0].detach()
+                momentum.mul_(MOMENTUM).add_(gradient)
+                anchor.sub_(OUTER_LR * (gradient + MOMENTUM * momentum))
+                for parameter in replicas:
+                    parameter.detach().copy_(anchor)
 
 
 def full(parameter: Tensor) -> Tensor:
