@@ -11,6 +11,7 @@ line each: the largest difference, and what one interval took more than the same
 from __future__ import annotations
 
 import importlib.util
+import os
 import statistics
 import sys
 import time
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -260,12 +262,54 @@ class TorchftDiLoCo(Torchft):
 
 OUTER_LR, MOMENTUM = 0.7, 0.9
 
+
+class AccelerateLocalSGD(Trainer):
+    """Hugging Face Accelerate's LocalSGD: averages of the parameters, one after the other."""
+
+    needs = "accelerate"
+    averages = "parameters"
+
+    def begin(self) -> None:
+        """Prepared and entered as documented."""
+        from accelerate import Accelerator, DistributedDataParallelKwargs
+        from accelerate.local_sgd import LocalSGD
+
+        rank, world = str(dist.get_rank()), str(dist.get_world_size())
+        # It knows of ranks by the environment alone. Without that, it takes itself for the only one and never syncs.
+        env = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        threads = torch.get_num_threads()
+        with mock.patch.dict(os.environ, env | {"MASTER_ADDR": self.master}):
+            setting = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+            accelerator = Accelerator(cpu=True, kwargs_handlers=[setting])
+        torch.set_num_threads(threads)
+        assert accelerator.num_processes == dist.get_world_size()
+        self.model, self.optimizer = accelerator.prepare(self.model, self.optimizer)
+        self.method = LocalSGD(accelerator=accelerator, model=self.model, local_sgd_steps=self.interval)
+        self.method.__enter__()
+
+    def step(self) -> None:
+        """The inner step, then the count of steps."""
+        self.optimizer.step()
+        self.method.step()
+
+    def close(self) -> None:
+        """Leave, which averages once more, and forget the ranks."""
+        from accelerate.state import AcceleratorState, GradientState
+
+        try:
+            self.method.__exit__(None, None, None)
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+
 PEERS: dict[str, type[Trainer]] = {
     "DDP": DDP,
     "FSDP2 hybrid": HybridFSDP,
     "PostLocalSGD": PostLocalSGD,
     "torchft LocalSGD": TorchftLocalSGD,
     "torchft DiLoCo": TorchftDiLoCo,
+    "Accelerate LocalSGD": AccelerateLocalSGD,
 }
 
 # ---------------------------------------------------------------------------------------------- the check
