@@ -11,8 +11,8 @@ line each: the largest difference, and what one interval took more than the same
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.distributed.tensor import DTensor
 
-from harness import be_rank, is_rank, mesh, namespaces, run_ranks
+from harness import be_rank, is_rank, median, mesh, namespaces, run_ranks
 
 # ---------------------------------------------------------------------------------------------- trainers
 
@@ -91,6 +91,11 @@ class Trainer:
     def zero_grad(self) -> None:
         """Forget the gradients."""
         self.optimizer.zero_grad()
+
+    def synced(self, steps: int) -> list[nn.Parameter]:
+        """Those that are equal on all replicas now, after so many steps, by a sync in the last one."""
+        every = 1 if self.averages == "gradients" else self.interval
+        return [] if steps % every else list(self.model.parameters())
 
     def close(self) -> None:
         """End threads, servers and groups: another trainer may come after this one."""
@@ -240,27 +245,66 @@ class TorchftLocalSGD(Torchft):
         return LocalSGD(self.manager, self.model, self.optimizer, sync_every=self.interval)
 
 
+OUTER_LR, MOMENTUM = 0.7, 0.9
+
+
 class TorchftDiLoCo(Torchft):
     """torchft's DiLoCo: Nesterov on the averaged pseudo-gradients of the whole model at once."""
 
     averages = "outer"
+    fragments, delay, bucketed = 1, 0, True
 
     def make(self) -> Any:
-        """One fragment, which travels as one tensor."""
+        """Each fragment travels as one tensor."""
         from torchft.local_sgd import DiLoCo
 
-        outer = torch.optim.SGD(self.model.parameters(), lr=OUTER_LR, momentum=MOMENTUM, nesterov=True)
+        self.parts = fragments(self.model, self.fragments, self.interval)
+        # One outer optimizer each: a common one would also step the others, with the inner gradients.
+        outer = [
+            torch.optim.SGD(part.parameters(), lr=OUTER_LR, momentum=MOMENTUM, nesterov=True)
+            for part in self.parts
+        ]
         return DiLoCo(
             self.manager,
-            [self.model],
+            self.parts,
             self.optimizer,
-            [outer],
+            outer,
             sync_every=self.interval,
-            use_bucketization=True,
+            use_bucketization=self.bucketed,
+            fragment_sync_delay=self.delay,
         )
 
+    def synced(self, steps: int) -> list[nn.Parameter]:
+        """One fragment in turn."""
+        number, rest = divmod(steps * len(self.parts), self.interval)
+        return [] if rest else list(self.parts[(number - 1) % len(self.parts)].parameters())
 
-OUTER_LR, MOMENTUM = 0.7, 0.9
+
+def fragments(model: nn.Module, at_most: int, interval: int) -> list[nn.Module]:
+    """Parts of the model, as many as divide the interval, and that share no parameter.
+
+    What is in no list comes as one: it may be tied to each other, and a parameter of two fragments would be
+    synced twice.
+    """
+    if at_most == 1:
+        return [model]
+    units = [nn.ModuleList(m for m in model.children() if not isinstance(m, nn.ModuleList)), *blocks(model)]
+    count = max(n for n in range(1, min(at_most, len(units)) + 1) if interval % n == 0)
+    cuts = [len(units) * i // count for i in range(count + 1)]
+    parts = [nn.ModuleList(units[start:end]) for start, end in itertools.pairwise(cuts)]
+    if sum(len(list(part.parameters())) for part in parts) != len(list(model.parameters())):
+        raise ValueError("a parameter is in no fragment or in two")
+    return parts
+
+
+class TorchftStreaming(TorchftDiLoCo):
+    """torchft's streaming DiLoCo: fragments by turns, whose traffic runs during the next step.
+
+    The step that a fragment makes meanwhile is lost to it (torchft's default, ``fragment_update_alpha=0``; with
+    more, replicas keep a part of their own and are never equal).
+    """
+
+    fragments, delay = 2, 1
 
 
 class AccelerateLocalSGD(Trainer):
@@ -309,6 +353,7 @@ PEERS: dict[str, type[Trainer]] = {
     "PostLocalSGD": PostLocalSGD,
     "torchft LocalSGD": TorchftLocalSGD,
     "torchft DiLoCo": TorchftDiLoCo,
+    "torchft streaming": TorchftStreaming,
     "Accelerate LocalSGD": AccelerateLocalSGD,
 }
 
@@ -346,23 +391,21 @@ def data(rank: int, step: int) -> Tensor:
 
 
 class ByHand:
-    """All replicas in one process, by the definition of each method."""
+    """All replicas in one process, by the definition of the trainer's method."""
 
-    def __init__(self, peer: type[Trainer], world: int, interval: int, lr: float) -> None:
-        self.averages, self.interval = peer.averages, interval
+    def __init__(self, trainer: Trainer, world: int, lr: float) -> None:
+        self.averages, self.interval = trainer.averages, trainer.interval
         self.models = [tiny() for _ in range(world)]
         self.inner = [torch.optim.AdamW(model.parameters(), lr=lr) for model in self.models]
         self.each = [list(params) for params in zip(*(m.parameters() for m in self.models), strict=True)]
         self.anchors = [params[0].detach().clone() for params in self.each]
         self.momenta = [torch.zeros_like(anchor) for anchor in self.anchors]
+        self.gradients = [torch.zeros_like(anchor) for anchor in self.anchors]
         self.steps = 0
-
-    @torch.no_grad()
-    def average(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each by the mean of all."""
-        mean = torch.stack(list(tensors)).mean(0)
-        for tensor in tensors:
-            tensor.copy_(mean)
+        numbers = {id(p): i for i, p in enumerate(trainer.model.parameters())}
+        parts = getattr(trainer, "parts", [trainer.model])
+        self.parts = [[numbers[id(p)] for p in part.parameters()] for part in parts]
+        self.delay = getattr(trainer, "delay", 0)
 
     def step(self) -> None:
         """One step of all replicas."""
@@ -371,20 +414,32 @@ class ByHand:
             model(data(rank, self.steps)).backward()
         if self.averages == "gradients":
             for replicas in self.each:
-                self.average([p.grad for p in replicas if p.grad is not None])
+                set_all([p.grad for p in replicas if p.grad is not None])
         for optimizer in self.inner:
             optimizer.step()
         self.steps += 1
-        if self.averages in ("parameters", "outer") and self.steps % self.interval == 0:
+        if self.averages == "parameters" and self.steps % self.interval == 0:
             for replicas in self.each:
-                self.average(replicas)
-        if self.averages == "outer" and self.steps % self.interval == 0:
-            for replicas, anchor, momentum in zip(self.each, self.anchors, self.momenta, strict=True):
-                gradient = anchor - replicas[0].detach()
-                momentum.mul_(MOMENTUM).add_(gradient)
-                anchor.sub_(OUTER_LR * (gradient + MOMENTUM * momentum))
-                for parameter in replicas:
-                    parameter.detach().copy_(anchor)
+                set_all(replicas)
+        if self.averages == "outer":
+            every = self.interval // len(self.parts)
+            part = self.parts[(self.steps - 1) // every % len(self.parts)]
+            if (self.steps + self.delay) % every == 0:
+                for i in part:
+                    self.gradients[i] = self.anchors[i] - torch.stack(self.each[i]).detach().mean(0)
+            if self.steps % every == 0:
+                for i in part:
+                    self.momenta[i] = MOMENTUM * self.momenta[i] + self.gradients[i]
+                    self.anchors[i] -= OUTER_LR * (self.gradients[i] + MOMENTUM * self.momenta[i])
+                    set_all(self.each[i], self.anchors[i])
+
+
+@torch.no_grad()
+def set_all(tensors: Sequence[Tensor], value: Tensor | None = None) -> None:
+    """Give all of them the value, or else their mean."""
+    value = torch.stack(list(tensors)).mean(0) if value is None else value
+    for tensor in tensors:
+        tensor.copy_(value)
 
 
 def full(parameter: Tensor) -> Tensor:
@@ -402,13 +457,13 @@ def check(names: list[str], addresses: list[str], interval: int, intervals: int)
 
 
 def check_one(name: str, addresses: list[str], interval: int, intervals: int) -> list[Any]:
-    """The largest difference; whether all replicas are bitwise equal after each sync; seconds per interval."""
+    """The largest difference; whether replicas are bitwise equal after each sync; seconds more per interval."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)  # a start of its own on every rank but 0, which has the one that counts
     trainer = PEERS[name](
-        Tiny() if rank else tiny(), interval, 1e-2, address=addresses[rank], master=addresses[0], timeout=60
+        Tiny() if rank else tiny(), interval, 1e-2, address=addresses[rank], master=addresses[0]
     )
-    hand = ByHand(type(trainer), world, interval, 1e-2)
+    hand = ByHand(trainer, world, 1e-2)
     difference, equal = 0.0, True
     try:
         for step in range(interval * intervals):
@@ -416,31 +471,30 @@ def check_one(name: str, addresses: list[str], interval: int, intervals: int) ->
             trainer.step()
             trainer.zero_grad()
             hand.step()
-            mine = torch.cat([full(p).flatten() for p in trainer.model.parameters()])
-            wanted = torch.cat([p.detach().flatten() for p in hand.models[rank].parameters()])
-            difference = max(difference, float((mine - wanted).abs().max()))
-            if (step + 1) % interval == 0:
+            for mine, wanted in zip(trainer.model.parameters(), hand.models[rank].parameters(), strict=True):
+                difference = max(difference, float((full(mine) - wanted).detach().abs().max()))
+            if synced := trainer.synced(step + 1):
+                mine = torch.cat([full(p).flatten() for p in synced])
                 others = [torch.empty_like(mine) for _ in range(world)]
                 dist.all_gather(others, mine)
                 equal &= all(torch.equal(other, mine) for other in others)
-        took = timed(trainer, interval)
+        plain = Trainer(tiny(), interval, 1e-2)
+        times = [timed(trainer) - timed(plain) for _ in range(20)]
     finally:
         trainer.close()
-    return [difference, equal, took - timed(Trainer(tiny(), interval, 1e-2), interval)]
+    return [difference, equal, *median(times)]
 
 
-def timed(trainer: Trainer, interval: int, repetitions: int = 20) -> float:
-    """Median seconds of an interval of steps, all ranks starting together."""
-    batch, times = data(0, 0), []
-    for _ in range(repetitions):
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(interval):
-            trainer.model(batch).backward()
-            trainer.step()
-            trainer.zero_grad()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+def timed(trainer: Trainer) -> float:
+    """Seconds of an interval of steps, which all ranks start together."""
+    batch = data(0, 0)
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(trainer.interval):
+        trainer.model(batch).backward()
+        trainer.step()
+        trainer.zero_grad()
+    return time.perf_counter() - start
 
 
 def main(names: list[str], world: int = 4, interval: int = 6, intervals: int = 3) -> None:
@@ -458,26 +512,15 @@ def main(names: list[str], world: int = 4, interval: int = 6, intervals: int = 3
         print(f"{world} replicas, {where}; {intervals} intervals of {interval} steps", flush=True)
         settings = {"names": names, "addresses": addresses, "interval": interval, "intervals": intervals}
         results = run_ranks("check", world, network=network, timeout=400, **settings)
-    missing = {name: PEERS[name].needs for name in names or PEERS}
-    missing = {
-        name: needs for name, needs in missing.items() if needs and not importlib.util.find_spec(needs)
-    }
-    names = [name for name in names or PEERS if name not in missing]
-    with namespaces(world) as network:
-        addresses = [f"10.77.0.{i + 1}" if network else "127.0.0.1" for i in range(world)]
-        where = "a network namespace each" if network else "the loopback"
-        print(f"{world} replicas, {where}; {intervals} intervals of {interval} steps", flush=True)
-        settings = {"names": names, "addresses": addresses, "interval": interval, "intervals": intervals}
-        results = run_ranks("check", world, network=network, timeout=400, **settings)
     failed = False
     for name, *rows in zip(names, *results, strict=True):
         difference, equal = max(row[0] for row in rows), all(row[1] for row in rows)
-        took = statistics.median(row[2] for row in rows)
+        took, error = sorted(row[2:] for row in rows)[len(rows) // 2]
         correct = difference < 1e-9 and equal
         failed |= not correct
         print(
             f"{name:24} {'correct' if correct else 'WRONG':8} off by {difference:.0e}, replicas "
-            f"{'equal' if equal else 'NOT equal'} after a sync, {1000 * took:.1f} ms more per interval"
+            f"{'equal' if equal else 'NOT equal'} after a sync, {1000 * took:.1f} +- {1000 * error:.1f} ms more per interval"
         )
     for name, needs in missing.items():
         print(f"{name:24} SKIPPED: {needs} is not installed")
