@@ -41,7 +41,7 @@ import edit
 from harness import arguments, be_rank, is_rank, numel, run_ranks, table
 from llama import Config, Llama
 from netlab import Network, bytes_out, network
-from peers import PEERS
+from peers import PEERS, installed
 
 REPLICAS, INTERVAL, LATE, STEP, LR = (
     4,
@@ -157,7 +157,7 @@ def trainer(name: str, lab: Network, interval: int, late: int, seconds: float = 
     if name in settings:
         return Ours(model, settings[name])
     rank = dist.get_rank()
-    return PEERS[name](model, interval=interval, lr=LR, address=lab.address(rank), master=lab.address(0))
+    return PEERS[name](model, interval, LR, address=lab.address(rank), master=lab.address(0))
 
 
 # --------------------------------------------------------------------------------------- measuring
@@ -239,7 +239,8 @@ def scenarios(quick: bool) -> dict[str, dict[str, Any]]:
 def show_methods(lab: Network, quick: bool) -> dict[str, Any]:
     """Every method in every scenario."""
     found: dict[str, Any] = {}
-    groups = [list(presets(INTERVAL, LATE)), *([name] for name in PEERS)]
+    peers = [name for name in PEERS if installed(name)]
+    groups = [list(presets(INTERVAL, LATE)), *([name] for name in peers)]
     for title, scenario in scenarios(quick).items():
         if scenario.get("mbit") and not lab.names:
             continue
@@ -296,7 +297,7 @@ def show_regime(lab: Network, quick: bool) -> dict[str, Any]:
         mbit *= (1 / share - 1) / (1 / wanted - 1)  # time beyond the step is nearly inverse to the rate
     mbit, share = min(tried, key=lambda pair: abs(pair[1] - wanted))
     scenario = {"mbit": round(mbit, 2)}
-    names = ["EDiT", f"EDiT, delay {LATE}"]
+    names = ["EDiT", f"EDiT, delay {LATE}", "CO2"]
     plan = [(name, scenario, window(name)[1]) for name in names]
     ours = dict(zip(names, _run(lab, plan), strict=True))
     ratios = {name: numbers(name, cell)["speed"] / own / share for name, cell in ours.items()}
@@ -399,6 +400,9 @@ def show_torchft(lab: Network, quick: bool) -> dict[str, Any]:
     """What a round adds, of ours and of torchft's DiLoCo, measured from a barrier."""
     found: dict[str, Any] = {}
     rows = []
+    if not installed(TORCHFT):
+        print("torchft is not installed: pip install .[benchmarks]")
+        return found
     for mbit in (None, 200, 50) if lab.names else (None,):
         added = {}
         for name in ("EDiT", "DiLoCo", TORCHFT):

@@ -33,7 +33,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.distributed.tensor import DTensor
 
-from harness import be_rank, is_rank, median, mesh, namespaces, run_ranks
+from harness import be_rank, is_rank, median, mesh, run_ranks
+from netlab import network
 
 # ---------------------------------------------------------------------------------------------- trainers
 
@@ -357,6 +358,12 @@ PEERS: dict[str, type[Trainer]] = {
     "Accelerate LocalSGD": AccelerateLocalSGD,
 }
 
+
+def installed(name: str) -> bool:
+    """Whether the package is there that this peer needs."""
+    return not PEERS[name].needs or importlib.util.find_spec(PEERS[name].needs) is not None
+
+
 # ---------------------------------------------------------------------------------------------- the check
 
 
@@ -501,17 +508,14 @@ def main(names: list[str], world: int = 4, interval: int = 6, intervals: int = 3
     """Check the named peers, or all."""
     if unknown := set(names) - set(PEERS):
         sys.exit(f"there is no peer {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
-    missing = {name: PEERS[name].needs for name in names or PEERS}
-    missing = {
-        name: needs for name, needs in missing.items() if needs and not importlib.util.find_spec(needs)
-    }
+    missing = {name: PEERS[name].needs for name in names or PEERS if not installed(name)}
     names = [name for name in names or PEERS if name not in missing]
-    with namespaces(world) as network:
-        addresses = [f"10.77.0.{i + 1}" if network else "127.0.0.1" for i in range(world)]
-        where = "a network namespace each" if network else "the loopback"
+    with network(world) as lab:
+        addresses = [lab.address(host) for host in range(world)]
+        where = "a network namespace each" if lab.names else "the loopback"
         print(f"{world} replicas, {where}; {intervals} intervals of {interval} steps", flush=True)
         settings = {"names": names, "addresses": addresses, "interval": interval, "intervals": intervals}
-        results = run_ranks("check", world, network=network, timeout=400, **settings)
+        results = run_ranks("check", world, network=lab, timeout=400, **settings)
     failed = False
     for name, *rows in zip(names, *results, strict=True):
         difference, equal = max(row[0] for row in rows), all(row[1] for row in rows)
