@@ -15,8 +15,7 @@ class Anchor:
     """Anchor and outer optimizer: one flat vector a layer, updated one layer at a time.
 
     Args:
-        layers: the layers, or the pieces of them that are held here; layer ``l``'s anchor is ``flats[l]``, in the
-            layer's dtype.
+        layers: the layers, or pieces of them; layer ``l``'s anchor is ``flats[l]``, in the layer's dtype.
         outer: makes the optimizer of the flat vectors. Must be elementwise: a vector holds one rank's part.
         offload: ``None``: on the parameters' device. ``"cpu"``: in host memory (pinned where there is a
             device), brought in layer by layer. On a CPU-only machine the same copies are made.

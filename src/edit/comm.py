@@ -317,7 +317,7 @@ class Replicas:
         return _work(dist.all_reduce(flat, group=self.sync, async_op=True))
 
     def exchange_slices(self, flat: Tensor) -> list[Tensor]:
-        """Of every replica's ``flat``, by replica, the slice that is this one's; of this one's, theirs to them.
+        """This replica's slice of every replica's ``flat``, by replica; each sends all the others theirs.
 
         Slices are of equal length: behind the end of ``flat`` there are zeros.
         """

@@ -72,10 +72,11 @@ class LocalSGDOptimizer(WrappedOptimizer):
         schedule: when a round is due.
         penalty: how replicas are combined. ``None``: their mean (a non-finite one still has no part).
         offload: where anchor and outer state live. ``None``: beside the parameters; ``"cpu"``: host memory;
-            ``"replicas"``: spread over the replicas, each of which holds an equal slice, at the bytes of ``None``. Then
-            a round copies the parameters when it is launched; the training loop waits while a layer's new anchor is
-            gathered, also with ``delay``; and the whole anchor is not at hand: ``consensus()`` works right after
-            ``sync()`` only, ``refresh()`` does not, and a state is loaded on the mesh that saved it.
+            ``"replicas"``: spread over the replicas, each of which holds an equal slice, at the bytes of
+            ``None``. Then a round copies the parameters when it is launched; the training loop waits while a
+            layer's new anchor is gathered, also with ``delay``; and nobody has the whole anchor:
+            ``consensus()`` works right after ``sync()`` only, ``refresh()`` does not, and a state is loaded on
+            the mesh that saved it.
         layers: the modules that synchronise together, instead of the default cut.
         prefetch: layers whose traffic is under way ahead of the one being computed.
         delay: inner steps by which a round is applied late. Its traffic runs in the background of these steps,
@@ -349,8 +350,9 @@ class LocalSGDOptimizer(WrappedOptimizer):
             return
         if self._spread and (self._steps or self._due):
             raise RuntimeError(
-                "consensus() needs the whole anchor, of which offload='replicas' holds slices, unless the model is the "
-                f"anchor, but this replica made {self._steps} steps since the last round: call sync() first, on all ranks"
+                "consensus() needs the whole anchor, of which offload='replicas' holds slices, unless the model "
+                f"is the anchor, but this replica made {self._steps} steps since the last round, or one is due: "
+                "call sync() first, on all ranks"
             )
         with torch.no_grad():
             live = [[local(p).clone() for p in layer.params] for layer in self._layers]
@@ -586,8 +588,8 @@ class LocalSGDOptimizer(WrappedOptimizer):
             )
         if self._spread and self._anchor.taken:
             raise RuntimeError(
-                f"{what} needs the whole anchor, of which offload='replicas' holds slices: close() this optimizer after "
-                "sync(), and build a new one"
+                f"{what} needs the whole anchor, of which offload='replicas' holds slices: close() this "
+                "optimizer after sync(), and build a new one"
             )
 
     @contextmanager

@@ -1,7 +1,7 @@
-"""``offload="replicas"`` (CO2*): anchor and outer state are spread over the replicas, each of which steps a slice.
+"""``offload="replicas"`` (CO2*): anchor and outer state are spread over the replicas; each steps a slice.
 
-A round sends slice ``j`` of every replica's parameters to replica ``j``, which has slice ``j`` of the anchor and so of
-every pseudo gradient; and gathers the slices of the new anchor: together the bytes of an all-reduce.
+A round sends slice ``j`` of every replica's parameters to replica ``j``, which has slice ``j`` of the anchor
+and so of every pseudo gradient; and gathers the slices of the new anchor: the bytes of an all-reduce.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ def pieces(layers: list[Layer], replicas: Replicas) -> list[Layer]:
 
 
 class SpreadRound(Round):
-    """A round with an anchor of slices. Verdicts come after the parameters were exchanged, so a thread carries the
-    traffic also of a round that is not late, from copies; only the gather, layer by layer, is not in it."""
+    """A round with an anchor of slices.
+
+    Verdicts come after the parameters were exchanged, so a thread carries the traffic also of a round that is
+    not late, from copies. Only the gather, layer by layer, is not in it: the training loop waits for that.
+    """
 
     @property
     def _aside(self) -> bool:
@@ -59,7 +62,7 @@ class SpreadRound(Round):
 
     def _launch(self) -> None:
         self._measured = self._matrix
-        # Nobody has another's slice of the anchor. Equal are the numbers of rounds; a slice that is not finite shows.
+        # In the place of a checksum, as nobody has another's slice of the anchor: the number of the round.
         self._matrix[self.replicas.index, len(self.columns) + _SQUARES] = self.number
         if self.problem is not None:  # others wait for slices all the same
             flats = [
@@ -71,8 +74,8 @@ class SpreadRound(Round):
         self._thread = Background(lambda: self._carry(self._exchange_slices(flats)), device)
 
     def _exchange_slices(self, flats: list[Tensor]) -> Tensor:
-        """This rank's slices of all replicas' Δ. Returns ``[R + 1, layers]``: its share of their squared norms; last
-        0, or NaN if its slice of the anchor is not finite."""
+        """This rank's slices of all replicas' Δ. Returns ``[R + 1, layers]``: its share of their squared
+        norms; last 0, or NaN if its slice of the anchor is not finite."""
         self._slices: list[list[Tensor]] = []
         measured = []
         for index, piece in enumerate(self.anchor.layers):
@@ -86,7 +89,7 @@ class SpreadRound(Round):
         return torch.stack(measured, 1) if measured else torch.zeros(0, dtype=torch.float64)
 
     def _combine(self) -> None:
-        """``Δ̄``, of which only slices that count are read (0·NaN is not 0), and its squared norms over all ranks."""
+        """``Δ̄``, from the slices that count (0·NaN is not 0), and its squared norms over all ranks."""
         combined: list[Tensor] = []
         for piece in self.anchor.layers:
             flat = torch.zeros(piece.numel, dtype=piece.dtype, device=piece.device)

@@ -5,7 +5,7 @@ torch's checkpoint tools name and reshard them as they do ``exp_avg``. Detector,
 buffers stand, as a few tensors, with the first parameter. The keys are always the same, also before the first
 round: what a fresh optimizer does not list, a checkpoint is not asked for.
 
-With ``offload="replicas"`` the slices that a rank holds of anchor and outer state stand with the first parameter, too.
+With ``offload="replicas"`` a rank's slices of anchor and outer state stand with the first parameter, too.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def probe(outer: Outer) -> dict[str, Any]:
 
 
 def _name(opt: LocalSGDOptimizer, layer: Layer, key: str, value: Any) -> str:
-    """Under which key a layer's ``value`` is saved: a slice under one of the layer's, with the first parameter."""
+    """Under which key a layer's ``value`` is saved; a slice, with the first parameter, under the layer's own."""
     if opt._spread and key != START and _dim(value):
         return f"{PART}.{key.removeprefix(PREFIX)}.{clean(layer.name)}"
     return key
 
 
 def _part(opt: LocalSGDOptimizer) -> Tensor:
-    """Which slices a rank holds: which of how many, of which of how many ranks; and a checksum of what is cut how."""
+    """Which slices a rank holds: which of how many, of which of how many ranks; and a checksum of the cut."""
     replicas = opt.replicas
     how = [
         (clean(name), *described, layout(param))
@@ -323,9 +323,9 @@ def _check_part(opt: LocalSGDOptimizer, first: dict[str, Any]) -> None:
     )
     if mine != theirs:
         raise ValueError(
-            f"state_dict must have as slices of the anchor (offload='replicas'): {mine}, but has: {theirs}; load it with "
-            "the offload, model and mesh that saved it, each rank its own, as edit.load does, or begin anew from a model "
-            "saved after sync(); nothing was loaded"
+            f"state_dict must have as slices of the anchor (offload='replicas'): {mine}, but has: {theirs}; load "
+            "it with the offload, model and mesh that saved it, each rank its own, as edit.load does, or begin "
+            "anew from a model saved after sync(); nothing was loaded"
         )
     for layer, flat in zip(opt._layers if opt._spread else (), opt._anchor.flats, strict=False):
         for key in (ANCHOR, *(OUTER + key for key in opt._outer_keys)):
@@ -333,8 +333,8 @@ def _check_part(opt: LocalSGDOptimizer, first: dict[str, Any]) -> None:
             shape = getattr(first.get(name, None if key == ANCHOR else flat), "shape", ())
             if shape != flat.shape:
                 raise ValueError(
-                    f"state_dict must have {name} of shape {tuple(flat.shape)}, but has {tuple(shape)}: it was changed; "
-                    "nothing was loaded"
+                    f"state_dict must have {name} of shape {tuple(flat.shape)}, but has {tuple(shape)}: it "
+                    "was changed; nothing was loaded"
                 )
 
 
