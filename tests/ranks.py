@@ -118,6 +118,8 @@ def threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float 
                 "threaded", rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=timeout)
             )
             results[rank] = fn(rank, *args)
+            for started in watch.started.get(threading.current_thread(), []):
+                started.join(5)  # it must not go on in the next world
             watch.ends(rank)
         except BaseException as error:
             if not watch.stopped:  # else: the SystemExit of a stopped collective, or nobody listens any more
@@ -179,6 +181,7 @@ class _Thread(threading.Thread):
     def __init__(self, watch: _Watch, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.watch, self.world = watch, threaded.ThreadLocalWorld()._get_world()
+        watch.started.setdefault(threading.current_thread(), []).append(self)
 
     def run(self) -> None:
         threaded.ThreadLocalWorld._world.world = self.world
@@ -214,6 +217,7 @@ class _Watch:
         self.world_size = world_size
         self.stopped = self.left = False
         self.threads = 0  # that ranks have started and that live: whoever waits may wait for one of these
+        self.started: dict[threading.Thread, list[threading.Thread]] = {}
         self.lock = threading.Lock()
         self.ended: set[int] = set()
         self.waiting: dict[threaded.Collective, dict[int, str]] = {}  # incomplete: {rank: what it called}

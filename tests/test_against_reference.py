@@ -253,7 +253,7 @@ def test_plain_four_replicas(edits: str) -> None:
     check(processes, (4, 1, 1), edits=edits)
 
 
-@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("offload", [None, "cpu", "replicas"])
 @pytest.mark.parametrize("edits", ["spike", "nan", "all_out"])
 def test_fsdp2_2x2(edits: str, offload: str | None) -> None:
     check(processes, (2, 2, 1), edits=edits, offload=offload)
@@ -301,7 +301,7 @@ def test_delay_and_all_injections(edits: str, delay: int) -> None:
     assert any(c is not None and c < 1 for r in ref.rounds for c in r.clip)
 
 
-@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("offload", [None, "cpu", "replicas"])
 @pytest.mark.parametrize(("edits", "delay"), [("spike", 1), ("nan", 2), ("all_out", 3)])
 def test_delay_fsdp2_2x2(edits: str, delay: int, offload: str | None) -> None:
     check(processes, (2, 2, 1), edits=edits, offload=offload, delay=delay)

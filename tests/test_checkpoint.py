@@ -117,7 +117,7 @@ AT = [1, WARMUP, 3, WARMUP + INTERVAL, 6, WARMUP + 2 * INTERVAL] if THOROUGH els
     ("shards", "make", "methods"),
     [
         (1, net, list(METHODS) if THOROUGH else ["edit-tight", "a_edit"]),
-        (2, net, list(METHODS) if THOROUGH else ["edit-tight", "a_edit", "outer-adam"]),
+        (2, net, list(METHODS) if THOROUGH else ["edit-tight", "a_edit", "outer-adam", "co2_star"]),
         (1, with_buffers, list(METHODS) if THOROUGH else ["edit"]),
         (2, with_buffers, list(METHODS) if THOROUGH else ["edit"]),  # its ranks have each their own
     ],

@@ -60,6 +60,7 @@ METHODS: dict[str, Callable[[Clock], dict[str, Any]]] = {
         "delay": 1,
     },
     "co2": lambda clock: edit.methods.co2(INTERVAL),
+    "co2_star": lambda clock: edit.methods.co2_star(INTERVAL),
     "outer-adam": lambda clock: {
         "schedule": edit.EverySteps(INTERVAL),
         "outer": partial(torch.optim.Adam, lr=0.01, amsgrad=True),

@@ -15,21 +15,21 @@ class Anchor:
     """Anchor and outer optimizer: one flat vector a layer, updated one layer at a time.
 
     Args:
-        layers: the layers; layer ``l``'s anchor is ``flats[l]``, in the layer's dtype.
+        layers: the layers, or pieces of them; layer ``l``'s anchor is ``flats[l]``, in the layer's dtype.
         outer: makes the optimizer of the flat vectors. Must be elementwise: a vector holds one rank's part.
         offload: ``None``: on the parameters' device. ``"cpu"``: in host memory (pinned where there is a
             device), brought in layer by layer. On a CPU-only machine the same copies are made.
     """
 
     def __init__(self, layers: list[Layer], outer: Outer, offload: str | None) -> None:
-        self.offload = offload
+        self.layers, self.offload = layers, offload
         self.flats = [nn.Parameter(self._home(layer), requires_grad=True) for layer in layers]
         self.outer = outer(self.flats)
         self.taken = False  # whether flats hold an anchor
 
-    def take(self, layers: list[Layer]) -> None:
+    def take(self) -> None:
         """The parameters as they are become the anchor."""
-        for layer, flat in zip(layers, self.flats, strict=True):
+        for layer, flat in zip(self.layers, self.flats, strict=True):
             layer.read(flat.data)
         self.taken = True
 

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 REPLICATE = ("replicate", "dp_replicate")
 Work = dist.Work
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 
 
 class SyncError(RuntimeError):
@@ -68,6 +69,14 @@ def copies(param: Tensor, holders: int) -> int:
         return holders
     sizes = zip(param.device_mesh.shape, param.placements, strict=True)
     return holders // math.prod(size for size, placement in sizes if not placement.is_replicate())
+
+
+def layout(param: Tensor) -> list[tuple[int, int | None]]:
+    """By mesh dimension: its size, and which dimension of ``param`` it splits, if any."""
+    if not isinstance(param, DTensor):
+        return []
+    sizes = zip(param.device_mesh.shape, param.placements, strict=True)
+    return [(size, getattr(placement, "dim", None)) for size, placement in sizes]
 
 
 def mesh_ranks(param: Tensor) -> set[int]:
@@ -225,6 +234,13 @@ class Replicas:
         """
         columns = [list(column) for column in zip(*self.grid, strict=True)]
         self.sync = self._group("sync", columns, device.type)
+        peers = [row[self.member] for row in self.grid]
+        self._slots = [
+            sorted(peers).index(rank) for rank in peers
+        ]  # a group counts its ranks in ascending order
+        self.slot = self._slots[
+            self.index
+        ]  # which slice of a vector that is spread over the replicas is here
         parts = sorted({part for of_replicas in holders.values() for part in of_replicas if part})
         for part in parts:
             self._group("inside", [part], device.type)
@@ -301,6 +317,29 @@ class Replicas:
             return None
         self.bytes_sent += 2 * (self.count - 1) * flat.numel() * flat.element_size() // self.count
         return _work(dist.all_reduce(flat, group=self.sync, async_op=True))
+
+    def exchange_slices(self, flat: Tensor) -> list[Tensor]:
+        """This replica's slice of every replica's ``flat``, by replica; each sends all the others theirs.
+
+        Slices are of equal length: behind the end of ``flat`` there are zeros.
+        """
+        sent = nn.functional.pad(flat, (0, -flat.numel() % self.count))
+        received = torch.empty_like(sent)
+        if sent.numel():
+            self.bytes_sent += (self.count - 1) * sent.nbytes // self.count
+            dist.all_to_all_single(received, sent, group=self.sync)
+        if flat.is_cuda:  # another stream may own it, and free it before this one has read it
+            flat.record_stream(torch.cuda.current_stream(flat.device))
+        slices = received.tensor_split(self.count)
+        return [slices[slot] for slot in self._slots]
+
+    def gather_slices(self, own: Tensor) -> Tensor:
+        """The vector whose slices the replicas hold, ``own`` being this one's."""
+        whole = own.new_empty(self.count * own.numel())
+        if own.numel():
+            self.bytes_sent += (self.count - 1) * own.nbytes
+            _all_gather(whole, own, group=self.sync)
+        return whole
 
     def average(self, flat: Tensor) -> None:
         """``flat`` becomes its mean over the replicas (a sum, scaled before: gloo knows no mean)."""

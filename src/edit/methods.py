@@ -39,3 +39,8 @@ def post_local_sgd(interval: int = 16, warmup_steps: int = 1000) -> dict[str, An
 def co2(interval: int = 48) -> dict[str, Any]:
     """CO2 (Sun et al. 2024): plain mean, clipped heavy ball, applied one round late, no warm-up."""
     return {"schedule": EverySteps(interval), "penalty": None, "outer": HeavyBall(), "delay": interval}
+
+
+def co2_star(interval: int = 48) -> dict[str, Any]:
+    """CO2*: as CO2, with anchor and momentum spread over the replicas."""
+    return {**co2(interval), "offload": "replicas"}

@@ -38,6 +38,7 @@ from .setup import (
     describe_layer,
     units_of,
 )
+from .spread import SpreadRound, pieces
 from .wrapper import WrappedOptimizer
 
 if TYPE_CHECKING:
@@ -70,7 +71,12 @@ class LocalSGDOptimizer(WrappedOptimizer):
             form a replica. ``None``: every rank is a replica.
         schedule: when a round is due.
         penalty: how replicas are combined. ``None``: their mean (a non-finite one still has no part).
-        offload: where anchor and outer state live. ``None``: beside the parameters; ``"cpu"``: host memory.
+        offload: where anchor and outer state live. ``None``: beside the parameters; ``"cpu"``: host memory;
+            ``"replicas"``: spread over the replicas, each of which holds an equal slice, at the bytes of
+            ``None``. Then a round copies the parameters when it is launched; the training loop waits while a
+            layer's new anchor is gathered, also with ``delay``; and nobody has the whole anchor:
+            ``consensus()`` works right after ``sync()`` only, ``refresh()`` does not, and a state is loaded on
+            the mesh that saved it.
         layers: the modules that synchronise together, instead of the default cut.
         prefetch: layers whose traffic is under way ahead of the one being computed.
         delay: inner steps by which a round is applied late. Its traffic runs in the background of these steps,
@@ -138,6 +144,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         self._round_hooks: OrderedDict[int, Callable[[RoundReport], None]] = OrderedDict()
 
         self.replicas = Replicas(mesh, timeout)
+        self._spread = offload == "replicas" and self.replicas.count > 1
         try:
             with agree(self.replicas, "LocalSGDOptimizer(...)"):
                 check_settings(
@@ -225,7 +232,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
                 self._start = Start([layer.read() for layer in self._layers], self._buffers.clone())
             self._gate.open = self._start is None
             self._replica_clock.restart()
-            self._round = Round(
+            self._round = (SpreadRound if self._spread else Round)(
                 self.replicas,
                 self._layers,
                 self._columns,
@@ -315,7 +322,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
     def _begin(self) -> None:
         """The first local step begins: the model is the anchor."""
         if not self._anchor.taken and self.local_steps >= self.schedule.warmup_steps:
-            self._anchor.take(self._layers)
+            self._anchor.take()
 
     @torch.no_grad()
     def _end_warmup(self) -> None:
@@ -334,10 +341,19 @@ class LocalSGDOptimizer(WrappedOptimizer):
         For evaluation and export. No collective: one replica may do it alone. Afterwards everything is
         exactly as before. In the warm-up the model is the consensus already. Right after a due step it is
         still the previous round's anchor: call :meth:`sync` first where that matters.
+
+        Raises:
+            RuntimeError: with ``offload="replicas"``, steps were made since the last round.
         """
         if not self._anchor.taken or self._in_consensus:
             yield self.model
             return
+        if self._spread and (self._steps or self._due):
+            raise RuntimeError(
+                "consensus() needs the whole anchor, of which offload='replicas' holds slices, unless the model "
+                f"is the anchor, but this replica made {self._steps} steps since the last round, or one is due: "
+                "call sync() first, on all ranks"
+            )
         with torch.no_grad():
             live = [[local(p).clone() for p in layer.params] for layer in self._layers]
             buffers = self._buffers.clone()
@@ -345,7 +361,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         try:
             with torch.no_grad():
                 self._reshard()
-                for index, layer in enumerate(self._layers):
+                for index, layer in enumerate([] if self._spread else self._layers):
                     layer.write(self._anchor.fetch(index, layer))
                 self._buffers.write(self._buffers.agreed)
             yield self.model
@@ -366,7 +382,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         the model must be given to :meth:`add_param_group`, which calls this.
 
         Raises:
-            RuntimeError: steps were made since the last round.
+            RuntimeError: steps were made since the last round, or ``offload="replicas"``.
         """
         self._check_usable()
         with agree(self.replicas, "refresh()"):
@@ -456,7 +472,8 @@ class LocalSGDOptimizer(WrappedOptimizer):
 
         self._buffers = Buffers(self.model)
         self._start_equal()
-        self._anchor = Anchor(self._layers, self._make_outer, self._offload)
+        held = pieces(self._layers, replicas) if self._spread else self._layers
+        self._anchor = Anchor(held, self._make_outer, "cpu" if self._offload == "cpu" else None)
         with agree(replicas, "penalty.init"):
             self._memory = self.penalty.init(replicas.count, len(self._columns))
         self._replica_clock = ReplicaClock(self.schedule, replicas)
@@ -568,6 +585,11 @@ class LocalSGDOptimizer(WrappedOptimizer):
             raise RuntimeError(
                 f"{what} must be called at a round boundary, but this replica made {self._steps} steps since the "
                 "last round: call sync() first, on all ranks"
+            )
+        if self._spread and self._anchor.taken:
+            raise RuntimeError(
+                f"{what} needs the whole anchor, of which offload='replicas' holds slices: close() this "
+                "optimizer after sync(), and build a new one"
             )
 
     @contextmanager

@@ -139,18 +139,30 @@ class Round:
         extra[_STEPS], extra[_STEPS_SQUARED] = steps, steps**2
         extra[_FLAGS] = float(called) + (_PROBLEM if problem else 0.0)
         extra[_TIME] = time.time() if replicas.member == 0 else 0.0
-        measured = self._measure()
+        self._measured = self._matrix[replicas.index :][:1]  # the rows of replicas that this rank measures
         self._thread: Background | None = None
-        if start is None:
-            self._announce(measured)
-        else:
+        self._launch()
+
+    @property
+    def _aside(self) -> bool:
+        """Whether a thread carries the traffic."""
+        return self.start is not None
+
+    def _launch(self) -> None:
+        measured = self._measure()
+        if self._aside:
             self._thread = Background(lambda: self._carry(measured), measured.device)
+        else:
+            self._announce(measured)
 
     def _carry(self, measured: Tensor) -> None:
-        """All the traffic of a late round."""
+        """The traffic, in a thread."""
         self._announce(measured)
         self._judge()
         self._combine_buffers()
+        self._combine()
+
+    def _combine(self) -> None:
         for index in range(len(self.layers)):
             self._send(index)
         for index in range(len(self.layers)):
@@ -179,12 +191,12 @@ class Round:
         return self.layers[index].pseudo_gradient(anchor, torch.empty_like(anchor), start)
 
     def _announce(self, measured: Tensor) -> None:
-        """This rank's numbers into its replica's row; sum over all ranks."""
-        row, width = self._matrix[self.replicas.index], len(self.columns)
+        """This rank's numbers into the matrix; sum over all ranks."""
+        rows, width = self._measured, len(self.columns)
         if measured.numel():
-            squares, anchors = measured.cpu()  # the one host read of a round
-            row[[layer.column for layer in self.layers]] = squares
-            row[width + _SQUARES] = anchors.sum()
+            measured = measured.cpu()  # the one host read of a round
+            rows[:, [layer.column for layer in self.layers]] = measured[:-1]
+            rows[:, width + _SQUARES] += measured[-1].sum()
         with self._traffic("exchange of norms"):
             self._exchange = self.replicas.start_exchange(self._matrix)
 
@@ -276,7 +288,7 @@ class Round:
         if drifted:
             raise SyncError(
                 f"round {self.number}: the anchor of replica {drifted} differs from replica 0's, or is not "
-                f"finite (sums of squares {squares.tolist()}): load the same optimizer state on all "
+                f"finite (checksums {squares.tolist()}): load the same optimizer state on all "
                 "replicas; nothing was changed"
             )
 
@@ -286,17 +298,16 @@ class Round:
         """Do all layers up to index ``through``; at once, have the traffic of the next ones under way."""
         if self.layers and self.done > through:
             return
-        late = self.start is not None
         self.decide()
         if not self._buffers_done:
-            if not late:
+            if not self._aside:
                 self._combine_buffers()
             self.buffers.apply(
                 self._buffer_sum, self.start.buffers if self.start and self._takes_part else None
             )
             self._buffers_done = True
         while self.done <= through:
-            if not late:
+            if not self._aside:
                 for index in range(self._sent, min(self.done + self.prefetch, len(self.layers) - 1) + 1):
                     self._send(index)
                 self._receive(self.done)
@@ -341,28 +352,32 @@ class Round:
         self._combined[index] = flat, squares
 
     def _apply(self, index: int) -> None:
-        """Clip, outer step, restart."""
+        """Outer step, restart."""
         layer = self.layers[index]
-        flat, squares = self._combined.pop(index)
-        if self._left[layer.column]:
-            factor = self.penalty.clip(squares.sqrt())
-            flat.mul_(factor)
-            self._factors[layer.column] = factor
-            a = self.anchor.step(index, layer, flat)
-        else:
-            a = self.anchor.fetch(index, layer)
+        a = self._outer_step(index)
         # Units that stayed gathered (the root, after an evaluation) would not see what is written.
         for unit in layer.units:
             reshard(unit)
         if self.start is None or self._gone[layer.column]:
             layer.write(a)
         else:  # a + (θ - θ at launch)
-            layer.write(layer.read(flat).sub_(self.start.flats[index]).add_(a))
+            layer.write(layer.read().sub_(self.start.flats[index]).add_(a))
         if not self._finite[layer.column]:
             for param in layer.params:
                 self.inner.state.pop(param, None)
         for old, new in self._verdicts:
             old[layer.column].copy_(new[layer.column])
+
+    def _outer_step(self, index: int) -> Tensor:
+        """Clip and step. Returns the new anchor of the layer."""
+        layer = self.layers[index]
+        flat, squares = self._combined.pop(index)
+        if not self._left[layer.column]:
+            return self.anchor.fetch(index, layer)
+        factor = self.penalty.clip(squares.sqrt())
+        flat.mul_(factor)
+        self._factors[layer.column] = factor
+        return self.anchor.step(index, layer, flat)
 
     @property
     def complete(self) -> bool:
@@ -406,7 +421,7 @@ class Round:
         """Name what fails inside, and, outside of the thread, count the time as waited."""
         where = f", layer {layer.name}" if layer is not None else ""
         with (
-            self._waiting() if self.start is None else nullcontext(),
+            nullcontext() if self._aside else self._waiting(),
             self.replicas.naming(f"round {self.number}{where}: {what}"),
         ):
             yield

@@ -116,8 +116,10 @@ def check_settings(
             f"outer must be a callable params -> Optimizer, but is {outer!r}: use Nesterov(), Average(), "
             "HeavyBall() or functools.partial(torch.optim.SGD, lr=...)"
         )
-    if offload not in (None, "cpu"):
-        raise ValueError(f"offload must be None or 'cpu', but is {offload!r}: use 'cpu' for host memory")
+    if offload not in (None, "cpu", "replicas"):
+        raise ValueError(
+            f"offload must be None, 'cpu' or 'replicas', but is {offload!r}: use 'cpu' for host memory"
+        )
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise ValueError(f"prefetch must be an int >= 0 (layers), but is {prefetch!r}: the default is 1")
     if layers is not None and (isinstance(layers, str) or not isinstance(layers, Sequence | nn.ModuleList)):

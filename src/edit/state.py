@@ -4,11 +4,14 @@ Anchor and outer state stand beside the inner state of each parameter, placed li
 torch's checkpoint tools name and reshard them as they do ``exp_avg``. Detector, counters and the agreed
 buffers stand, as a few tensors, with the first parameter. The keys are always the same, also before the first
 round: what a fresh optimizer does not list, a checkpoint is not asked for.
+
+With ``offload="replicas"`` a rank's slices of anchor and outer state stand with the first parameter, too.
 """
 
 from __future__ import annotations
 
 import logging
+import zlib
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from .anchor import Anchor
-from .comm import local, sharded_like
+from .comm import layout, local, sharded_like
+from .layers import Layer
 from .outer import Outer
 from .round import Start
+from .setup import describe_layer
 
 if TYPE_CHECKING:
     from .optimizer import LocalSGDOptimizer
@@ -26,9 +31,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 PREFIX = "edit_"
 ANCHOR, START, RUN, BEGAN = (PREFIX + name for name in ("anchor", "start", "run", "outer_began"))
+PART = PREFIX + "part"
 OUTER, OPTION, MEMORY, BUFFER = (PREFIX + name for name in ("outer.", "outer_group.", "penalty.", "buffer."))
 START_BUFFER = PREFIX + "buffer_start."
-OF_RUN = (RUN, OPTION, MEMORY, BUFFER, START_BUFFER)  # with the first parameter alone
+OF_RUN = (RUN, OPTION, MEMORY, BUFFER, START_BUFFER, PART)  # with the first parameter alone
 _VERSION = 2
 Entries = dict[nn.Parameter, dict[str, Any]]
 
@@ -58,6 +64,25 @@ def probe(outer: Outer) -> dict[str, Any]:
     return {key: value for key, value in kept.items() if isinstance(value, Tensor | int | float)}
 
 
+def _name(opt: LocalSGDOptimizer, layer: Layer, key: str, value: Any) -> str:
+    """Under which key a layer's ``value`` is saved; a slice, with the first parameter, under the layer's own."""
+    if opt._spread and key != START and _dim(value):
+        return f"{PART}.{key.removeprefix(PREFIX)}.{clean(layer.name)}"
+    return key
+
+
+def _part(opt: LocalSGDOptimizer) -> Tensor:
+    """Which slices a rank holds: which of how many, of which of how many ranks; and a checksum of the cut."""
+    replicas = opt.replicas
+    how = [
+        (clean(name), *described, layout(param))
+        for layer in opt._layers
+        for param, (name, *described) in zip(layer.params, describe_layer(layer), strict=True)
+    ]
+    where = [replicas.slot, replicas.count, replicas.member, replicas.members]
+    return torch.tensor([*where, zlib.crc32(repr(how).encode())])
+
+
 @torch.no_grad()
 def export(opt: LocalSGDOptimizer) -> Entries:
     """Anchor and outer state by parameter, placed like the parameter: copies.
@@ -67,7 +92,7 @@ def export(opt: LocalSGDOptimizer) -> Entries:
     """
     entries: Entries = {}
     if not opt._anchor.taken:
-        opt._anchor.take(opt._layers)  # of no meaning, but of the right shape; taken again when it has one
+        opt._anchor.take()  # of no meaning, but of the right shape; taken again when it has one
         opt._anchor.taken = False
     opt._anchor.synchronise()
     for index, layer in enumerate(opt._layers):
@@ -82,8 +107,13 @@ def export(opt: LocalSGDOptimizer) -> Entries:
             columns[OUTER + key] = value
         for param in layer.params:
             entries[param] = {BEGAN: torch.tensor(bool(kept))}
+        if opt._spread and not index:
+            first = entries[layer.params[0]]
+            first[PART] = _part(opt)
         for key, value in columns.items():
-            if _dim(value) == 1:
+            if (name := _name(opt, layer, key, value)) != key:
+                first[name] = _plain(value)
+            elif _dim(value) == 1:
                 for param, part in zip(layer.params, layer.parts(value), strict=True):
                     entries[param][key] = sharded_like(param, part)
             else:
@@ -96,27 +126,38 @@ def export(opt: LocalSGDOptimizer) -> Entries:
 def restore(opt: LocalSGDOptimizer, entries: Entries) -> None:
     """Copy what :func:`export` gave into anchor and outer state. New parameters start with an outer state of 0
     in a layer where others have one."""
-    opt._anchor.take(opt._layers)
+    opt._anchor.take()
+    first = next((entry for entry in entries.values() if PART in entry), {})
     for index, layer in enumerate(opt._layers):
         flat = opt._anchor.flats[index]
-        for param, part in zip(layer.params, layer.parts(flat.data), strict=True):
-            if param in entries:
-                part.copy_(local(entries[param][ANCHOR]))
+        _copy(opt, layer, ANCHOR, flat.data, entries, first)
         began = [entries[param] for param in layer.params if param in entries and entries[param][BEGAN]]
         if not began:
             continue
-        if missing := [key for key in opt._outer_keys if OUTER + key not in began[0]]:
+        known = {*began[0], *first}
+        named = {key: _name(opt, layer, OUTER + key, example) for key, example in opt._outer_keys.items()}
+        if missing := [key for key, name in named.items() if name not in known]:
             log.warning("the outer optimizer of the saved state kept no %s: its state starts afresh", missing)
             continue
         kept = opt._anchor.outer.state[flat]
         for key, example in opt._outer_keys.items():
             if isinstance(example, Tensor) and example.dim() == 1:
                 kept[key] = torch.zeros_like(flat.data, pin_memory=flat.data.is_pinned())
-                for param, part in zip(layer.params, layer.parts(kept[key]), strict=True):
-                    if OUTER + key in entries.get(param, {}):
-                        part.copy_(local(entries[param][OUTER + key]))
+                _copy(opt, layer, OUTER + key, kept[key], entries, first)
             else:
                 kept[key] = _plain(began[0][OUTER + key])
+
+
+def _copy(
+    opt: LocalSGDOptimizer, layer: Layer, key: str, flat: Tensor, entries: Entries, first: dict[str, Any]
+) -> None:
+    """Copy what was saved of ``flat`` into it."""
+    if (name := _name(opt, layer, key, flat)) != key:
+        flat.copy_(first[name])
+        return
+    for param, part in zip(layer.params, layer.parts(flat), strict=True):
+        if key in entries.get(param, {}):
+            part.copy_(local(entries[param][key]))
 
 
 def _options(anchor: Anchor) -> list[tuple[str, float]]:
@@ -190,6 +231,7 @@ def check(
                 f"state_dict must be of version {_VERSION}, but is of {version}: load it with the version of this "
                 "package that saved it; nothing was loaded"
             )
+        _check_part(opt, first)
         _check(opt, entries)
         for name, agreed in zip(opt._buffers.names, opt._buffers.agreed, strict=True):
             if (value := first.get(BUFFER + clean(name))) is not None and value.shape != agreed.shape:
@@ -273,14 +315,38 @@ def run_at_anchor(run: Tensor) -> Tensor:
     return run.new_tensor([version, local_steps, 0, 0, rounds, total_steps, 0, taken, 0, 0, -1, -1])
 
 
+def _check_part(opt: LocalSGDOptimizer, first: dict[str, Any]) -> None:
+    """Raise unless ``first`` has the slices that this rank holds; where it holds none, none."""
+    mine, theirs = (
+        "none" if part is None else "slice {} of {} of rank {} of {}, checksum {}".format(*part.tolist())
+        for part in (_part(opt) if opt._spread else None, first.get(PART))
+    )
+    if mine != theirs:
+        raise ValueError(
+            f"state_dict must have as slices of the anchor (offload='replicas'): {mine}, but has: {theirs}; load "
+            "it with the offload, model and mesh that saved it, each rank its own, as edit.load does, or begin "
+            "anew from a model saved after sync(); nothing was loaded"
+        )
+    for layer, flat in zip(opt._layers if opt._spread else (), opt._anchor.flats, strict=False):
+        for key in (ANCHOR, *(OUTER + key for key in opt._outer_keys)):
+            name = _name(opt, layer, key, flat)
+            shape = getattr(first.get(name, None if key == ANCHOR else flat), "shape", ())
+            if shape != flat.shape:
+                raise ValueError(
+                    f"state_dict must have {name} of shape {tuple(flat.shape)}, but has {tuple(shape)}: it "
+                    "was changed; nothing was loaded"
+                )
+
+
 def _check(opt: LocalSGDOptimizer, entries: Entries) -> None:
     for layer in opt._layers:
         for name, param in zip(layer.names, layer.params, strict=True):
             entry = entries.get(param, {})
-            flats = {
+            flats = {} if opt._spread else {ANCHOR: entry.get(ANCHOR)}
+            flats |= {
                 key: value for key, value in entry.items() if key.startswith((OUTER, START)) and _dim(value)
             }
-            for key, value in {ANCHOR: entry.get(ANCHOR), **flats}.items():
+            for key, value in flats.items():
                 if value is None or value.shape != param.shape or local(value).shape != local(param).shape:
                     raise ValueError(
                         f"state_dict must have {key} of shape {tuple(param.shape)} for {name}, but has "
