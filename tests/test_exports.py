@@ -44,7 +44,7 @@ PUBLIC = [
     "plan",
     "save",
 ]
-PRESETS = ["a_edit", "co2", "diloco", "edit", "post_local_sgd"]
+PRESETS = ["a_edit", "co2", "co2_star", "diloco", "edit", "post_local_sgd"]
 
 
 def test_exports_are_these() -> None:

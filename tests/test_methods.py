@@ -26,6 +26,7 @@ METHODS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[..., reference.R
     ),
     "diloco": (lambda: edit.methods.diloco(TAU), reference.diloco),
     "co2": (lambda: edit.methods.co2(TAU), reference.co2),
+    "co2_star": (lambda: edit.methods.co2_star(TAU), reference.co2_star),
     "edit": (lambda: edit.methods.edit(TAU, WARMUP), partial(reference.edit, warmup_steps=WARMUP)),
 }
 

@@ -238,9 +238,7 @@ class Replicas:
         self._slots = [
             sorted(peers).index(rank) for rank in peers
         ]  # a group counts its ranks in ascending order
-        self.slot = self._slots[
-            self.index
-        ]  # which slice of a vector that is spread over the replicas is here
+        self.slot = self._slots[self.index]  # which slice of a vector spread over the replicas is here
         parts = sorted({part for of_replicas in holders.values() for part in of_replicas if part})
         for part in parts:
             self._group("inside", [part], device.type)
@@ -318,20 +316,21 @@ class Replicas:
         self.bytes_sent += 2 * (self.count - 1) * flat.numel() * flat.element_size() // self.count
         return _work(dist.all_reduce(flat, group=self.sync, async_op=True))
 
-    def exchange_slices(self, flat: Tensor) -> list[Tensor]:
-        """This replica's slice of every replica's ``flat``, by replica; each sends all the others theirs.
+    def start_exchange_slices(self, flat: Tensor) -> tuple[list[Tensor], Work | None]:
+        """Of every replica's ``flat``, by replica, the slice that is this one's, and of this one's, theirs to them, in
+        the background.
 
         Slices are of equal length: behind the end of ``flat`` there are zeros.
         """
         sent = nn.functional.pad(flat, (0, -flat.numel() % self.count))
-        received = torch.empty_like(sent)
+        received, work = torch.empty_like(sent), None
         if sent.numel():
             self.bytes_sent += (self.count - 1) * sent.nbytes // self.count
-            dist.all_to_all_single(received, sent, group=self.sync)
+            work = _work(dist.all_to_all_single(received, sent, group=self.sync, async_op=True))
         if flat.is_cuda:  # another stream may own it, and free it before this one has read it
             flat.record_stream(torch.cuda.current_stream(flat.device))
         slices = received.tensor_split(self.count)
-        return [slices[slot] for slot in self._slots]
+        return [slices[slot] for slot in self._slots], work
 
     def gather_slices(self, own: Tensor) -> Tensor:
         """The vector whose slices the replicas hold, ``own`` being this one's."""

@@ -414,7 +414,7 @@ class Round:
 
     def _wait(self, work: Work | None, on_host: bool | None = None) -> None:
         on_host = self._on_host if on_host is None else on_host
-        wait(work, on_host=on_host, in_thread=self.start is not None)
+        wait(work, on_host=on_host, in_thread=self._aside)
 
     @contextmanager
     def _traffic(self, what: str, layer: Layer | None = None) -> Iterator[None]:

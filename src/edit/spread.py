@@ -80,7 +80,8 @@ class SpreadRound(Round):
         measured = []
         for index, piece in enumerate(self.anchor.layers):
             with self._traffic("exchange of slices", piece):
-                slices = self.replicas.exchange_slices(flats.pop(0))
+                slices, work = self.replicas.start_exchange_slices(flats.pop(0))
+                self._wait(work)
             a = self.anchor.fetch(index, piece)
             for theta in slices:
                 piece.pseudo_gradient(a, theta, theta)
@@ -103,8 +104,7 @@ class SpreadRound(Round):
             shares = [piece.squares(flat) for piece, flat in zip(self.anchor.layers, combined, strict=True)]
             norms[[layer.column for layer in self.layers]] = torch.stack(shares).cpu()
         with self._traffic("norms of the clip"):
-            if (work := self.replicas.start_exchange(norms)) is not None:
-                work.wait()
+            self._wait(self.replicas.start_exchange(norms), on_host=True)
         for index, flat in enumerate(combined):
             self._combined[index] = flat, norms[self.layers[index].column].to(flat.device)
 
