@@ -52,7 +52,7 @@ class Trainer:
         lr: of AdamW; ``inner`` is more for AdamW.
         address: of this host, as the other ranks reach it. Only torchft asks.
         master: that of rank 0's host.
-        timeout: seconds that anything may take that waits for other ranks.
+        timeout: seconds that torchft may wait for other ranks; the rest has that of the default group.
     """
 
     needs = ""  # the package, other than torch
@@ -74,9 +74,7 @@ class Trainer:
             for tensor in [*model.parameters(), *model.buffers()]:
                 dist.broadcast(tensor, 0)
         self.model = self.wrap(model)
-        inner = {
-            "fused": True
-        } | inner  # the least for all, most of all for FSDP2: 15 calls per DTensor become one
+        inner = {"fused": True} | inner  # the fastest, above all for DTensors: one call, not many each
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=lr, **inner)
         self.begin()
 
@@ -255,8 +253,8 @@ class TorchftDiLoCo(Torchft):
     """torchft's DiLoCo: Nesterov on the averaged pseudo-gradients of the whole model at once.
 
     Bucketed, which takes a third of the processor time of a sync tensor by tensor. That is correct as long as
-    all is of one dtype and fits one bucket, 1 GiB by default. Of several buckets only the last comes back, and
-    a tensor that is larger than a bucket, with all after it, is never sent.
+    all is of one dtype and fits one bucket, 1 GiB by default. Of several buckets only the last comes back,
+    and a tensor that is larger than a bucket, with all after it, is never sent.
     """
 
     averages = "outer"
@@ -466,7 +464,7 @@ def check(names: list[str], addresses: list[str], interval: int, intervals: int)
 
 
 def check_one(name: str, addresses: list[str], interval: int, intervals: int) -> list[Any]:
-    """The largest difference; whether replicas are bitwise equal after syncs; seconds more an interval, +-."""
+    """The largest difference; whether replicas are bitwise equal after syncs; seconds more, +-."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)  # a start of its own on every rank but 0, which has the one that counts
     trainer = PEERS[name](
