@@ -45,7 +45,7 @@ from peers import PEERS, installed
 
 REPLICAS, INTERVAL, LR = 4, 32, 1e-3
 LATE = 8  # the delay, where there is one
-STEP, LONG_STEP = 0.15, 1.0  # seconds imposed on a step; in "exposed"
+STEP, LONG_STEP = 0.1, 1.0  # seconds imposed on a step; in "exposed"
 WIDTH, DEPTH, VOCABULARY = 256, 8, 64  # 0.56M parameters
 BATCH, LENGTH = 1, 16
 RATES: tuple[float | None, ...] = (None, 1000, 200, 50)  # Mbit/s that leave a host
@@ -53,6 +53,7 @@ LAGS = (0.35, 0.7, 1.0)  # of STEP
 PICTURE = "compare.png"
 EVERY_STEP = ("DDP", "FSDP2 hybrid")
 TORCHFT = "torchft DiLoCo"
+SHOWN = (*EVERY_STEP, "PostLocalSGD", TORCHFT, "Accelerate LocalSGD")
 
 Steps = dict[str, Any]
 
@@ -263,7 +264,7 @@ def show_methods(lab: Network, quick: bool) -> dict[str, Any]:
     }
     found: dict[str, Any] = {title: {} for title in where}
     # Processes of their own for each peer: what one leaves behind, or its failure, is its own.
-    for group in [list(presets(INTERVAL, LATE)), *([name] for name in PEERS if installed(name))]:
+    for group in [list(presets(INTERVAL, LATE)), *([name] for name in SHOWN if installed(name))]:
         plan = [(name, scenario, window(name)[1]) for scenario in where.values() for name in group]
         try:
             results = iter(_run(lab, plan))

@@ -1,16 +1,16 @@
 """The peers that compare.py measures: one small interface, and each in its fastest setting that is correct.
 
-    python benchmarks/peers.py [NAME...]    # all that are installed; torchft and accelerate: the extra "benchmarks"
+    python benchmarks/peers.py [NAME...]    # all, if none is named; two packages: the extra "benchmarks"
 
-Run as a script, it trains each with 4 replicas (gloo processes; as root, each in a network namespace, else on the
-loopback) and checks every parameter after every step against a computation by hand: plain replicas in one
-process, whose gradients or parameters are averaged, or whose mean takes an outer step of Nesterov. It prints one
-line each: the largest difference, and what one interval took more than the same steps without communication.
+Run as a script, it trains each with 4 replicas (gloo processes; as root, each in a network namespace, else on
+the loopback) and checks every parameter after every step against a computation by hand: plain replicas in one
+process, whose gradients or parameters are averaged, or whose mean takes an outer step of Nesterov. It prints
+one line each: the largest difference, and what an interval took more than the same steps without traffic.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import itertools
 import os
 import sys
@@ -42,9 +42,9 @@ from netlab import network
 class Trainer:
     """Plain AdamW on this rank, with no communication; the peers derive from it.
 
-    The loop is ``model(...)``, ``loss.backward()``, ``step()``, ``zero_grad()``; ``step`` is the inner step and
-    whatever the method does after it. The default group must be there, one rank per replica; construct and
-    close on all ranks together.
+    The loop is ``model(...)``, ``loss.backward()``, ``step()``, ``zero_grad()``; ``step`` is the inner step
+    and whatever the method does after it. The default group must be there, one rank per replica; construct
+    and close on all ranks together.
 
     Args:
         model: is started with rank 0's values. Its blocks are the members of its ``nn.ModuleList``.
@@ -53,7 +53,7 @@ class Trainer:
         lr: of AdamW; ``inner`` is more for AdamW.
         address: of this host, as the other ranks reach it. Only torchft asks.
         master: that of rank 0's host.
-        timeout: seconds that anything may take that waits for other ranks.
+        timeout: seconds that torchft may wait for other ranks; the rest has that of the default group.
     """
 
     needs = ""  # the package, other than torch
@@ -75,6 +75,7 @@ class Trainer:
             for tensor in [*model.parameters(), *model.buffers()]:
                 dist.broadcast(tensor, 0)
         self.model = self.wrap(model)
+        inner = {"fused": True} | inner  # the fastest, above all for DTensors: one call, not many each
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=lr, **inner)
         self.begin()
 
@@ -131,7 +132,7 @@ class HybridFSDP(Trainer):
         """Sharded, one unit a block."""
         self.mesh = mesh(dist.get_world_size(), 1)
         for unit in [*blocks(model), model]:
-            # To reshard a shard of the whole frees nothing, and copies everything once more in the backward pass.
+            # To reshard a shard that is the whole frees nothing, and gathers once more in the backward pass.
             fully_shard(unit, mesh=self.mesh, reshard_after_forward=False)
         return model
 
@@ -166,9 +167,9 @@ class PostLocalSGD(Trainer):
 
 
 class Torchft(Trainer):
-    """What torchft's methods share: a lighthouse on rank 0; on each rank a store, a manager and its gloo group.
+    """What torchft's methods share: a lighthouse on rank 0; on each rank a store, a manager, a gloo group.
 
-    torchft reports no error but drops the sync and goes on: here that raises. The first sync builds the group.
+    After an error torchft drops the sync and goes on: here that raises. The first sync builds the group.
     """
 
     needs = "torchft"
@@ -211,8 +212,8 @@ class Torchft(Trainer):
             lighthouse_addr=f"http://{self.master}:{port[0]}",
             replica_id=f"replica_{rank}",
             hostname=self.address,
-            # All start equal. A sync at the start is in truth one at the first quorum, after ``interval`` local
-            # steps, and replaces what all but one replica learnt in these.
+            # All start equal. A sync "at the start" is one at the first quorum, after ``interval`` steps, and
+            # replaces what all but one replica learnt in these.
             init_sync=False,
             max_retries=0,
         )
@@ -250,7 +251,12 @@ OUTER_LR, MOMENTUM = 0.7, 0.9
 
 
 class TorchftDiLoCo(Torchft):
-    """torchft's DiLoCo: Nesterov on the averaged pseudo-gradients of the whole model at once."""
+    """torchft's DiLoCo: Nesterov on the averaged pseudo-gradients of the whole model at once.
+
+    Bucketed, which takes a third of the processor time of a sync tensor by tensor. That is correct as long as
+    all is of one dtype and fits one bucket, 1 GiB by default. Of several buckets only the last comes back,
+    and a tensor that is larger than a bucket, with all after it, is never sent.
+    """
 
     averages = "outer"
     fragments, delay, bucketed = 1, 0, True
@@ -299,10 +305,11 @@ def fragments(model: nn.Module, at_most: int, interval: int) -> list[nn.Module]:
 
 
 class TorchftStreaming(TorchftDiLoCo):
-    """torchft's streaming DiLoCo: fragments by turns, whose traffic runs during the next step.
+    """torchft's streaming DiLoCo: fragments by turns, whose traffic runs during the next ``delay`` steps.
 
-    The step that a fragment makes meanwhile is lost to it (torchft's default, ``fragment_update_alpha=0``; with
-    more, replicas keep a part of their own and are never equal).
+    A subclass may set ``fragments`` and ``delay < interval / fragments`` to what its network needs. The steps
+    that a fragment makes meanwhile are lost to it (torchft's default, ``fragment_update_alpha=0``; with more,
+    replicas keep a part of their own and are never equal).
     """
 
     fragments, delay = 2, 1
@@ -320,7 +327,7 @@ class AccelerateLocalSGD(Trainer):
         from accelerate.local_sgd import LocalSGD
 
         rank, world = str(dist.get_rank()), str(dist.get_world_size())
-        # It knows of ranks by the environment alone. Without that, it takes itself for the only one and never syncs.
+        # It asks the environment alone. Without these, it takes itself for the only rank and never syncs.
         env = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         threads = torch.get_num_threads()
         with mock.patch.dict(os.environ, env | {"MASTER_ADDR": self.master}):
@@ -360,8 +367,8 @@ PEERS: dict[str, type[Trainer]] = {
 
 
 def installed(name: str) -> bool:
-    """Whether the package is there that this peer needs."""
-    return not PEERS[name].needs or importlib.util.find_spec(PEERS[name].needs) is not None
+    """Whether this peer can run here."""
+    return not unusable(PEERS[name].needs)
 
 
 # ---------------------------------------------------------------------------------------------- the check
@@ -464,7 +471,7 @@ def check(names: list[str], addresses: list[str], interval: int, intervals: int)
 
 
 def check_one(name: str, addresses: list[str], interval: int, intervals: int) -> list[Any]:
-    """The largest difference; whether replicas are bitwise equal after each sync; seconds more per interval."""
+    """The largest difference; whether replicas are bitwise equal after syncs; seconds more, +-."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)  # a start of its own on every rank but 0, which has the one that counts
     trainer = PEERS[name](
@@ -504,18 +511,29 @@ def timed(trainer: Trainer) -> float:
     return time.perf_counter() - start
 
 
+def unusable(package: str) -> str:
+    """Why the package cannot be had, or nothing."""
+    try:
+        if package:
+            importlib.import_module(f"{package}.local_sgd")
+    except ImportError as error:
+        return str(error)
+    return ""
+
+
 def main(names: list[str], world: int = 4, interval: int = 6, intervals: int = 3) -> None:
     """Check the named peers, or all."""
     if unknown := set(names) - set(PEERS):
         sys.exit(f"there is no peer {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
-    missing = {name: PEERS[name].needs for name in names or PEERS if not installed(name)}
+    reasons = {name: unusable(PEERS[name].needs) for name in names or PEERS}
+    missing = {name: reason for name, reason in reasons.items() if reason}
     names = [name for name in names or PEERS if name not in missing]
     with network(world) as lab:
         addresses = [lab.address(host) for host in range(world)]
         where = "a network namespace each" if lab.names else "the loopback"
         print(f"{world} replicas, {where}; {intervals} intervals of {interval} steps", flush=True)
         settings = {"names": names, "addresses": addresses, "interval": interval, "intervals": intervals}
-        results = run_ranks("check", world, network=lab, timeout=400, **settings)
+        results = run_ranks("check", world, network=lab, timeout=400, **settings) if names else []
     failed = False
     for name, *rows in zip(names, *results, strict=True):
         difference, equal = max(row[0] for row in rows), all(row[1] for row in rows)
@@ -524,10 +542,11 @@ def main(names: list[str], world: int = 4, interval: int = 6, intervals: int = 3
         failed |= not correct
         print(
             f"{name:24} {'correct' if correct else 'WRONG':8} off by {difference:.0e}, replicas "
-            f"{'equal' if equal else 'NOT equal'} after a sync, {1000 * took:.1f} +- {1000 * error:.1f} ms more per interval"
+            f"{'equal' if equal else 'NOT equal'} after a sync, "
+            f"{1000 * took:.1f} +- {1000 * error:.1f} ms more per interval"
         )
-    for name, needs in missing.items():
-        print(f"{name:24} SKIPPED: {needs} is not installed")
+    for name, reason in missing.items():
+        print(f"{name:24} SKIPPED: {reason}")
     sys.exit(failed)
 
 

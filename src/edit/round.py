@@ -149,15 +149,15 @@ class Round:
         return self.start is not None
 
     def _launch(self) -> None:
-        measured = self._measure()
         if self._aside:
-            self._thread = Background(lambda: self._carry(measured), measured.device)
+            device = self.layers[0].device if self.layers else torch.device("cpu")
+            self._thread = Background(self._carry, device)
         else:
-            self._announce(measured)
+            self._announce(self._measure())
 
-    def _carry(self, measured: Tensor) -> None:
-        """The traffic, in a thread."""
-        self._announce(measured)
+    def _carry(self) -> None:
+        """All but the outer step, in a thread. It reads the anchor, which nobody writes meanwhile."""
+        self._announce(self._measure())
         self._judge()
         self._combine_buffers()
         self._combine()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .background import Background
 from .comm import Replicas
 from .layers import Layer
 from .round import _SQUARES, Round
@@ -65,22 +64,23 @@ class SpreadRound(Round):
         # In the place of a checksum, as nobody has another's slice of the anchor: the number of the round.
         self._matrix[self.replicas.index, len(self.columns) + _SQUARES] = self.number
         if self.problem is not None:  # others wait for slices all the same
-            flats = [
+            self._flats = [
                 torch.zeros(layer.numel, dtype=layer.dtype, device=layer.device) for layer in self.layers
             ]
+        elif self.start is None:
+            self._flats = [layer.read() for layer in self.layers]
         else:
-            flats = [layer.read() for layer in self.layers] if self.start is None else [*self.start.flats]
-        device = self.layers[0].device if self.layers else torch.device("cpu")
-        self._thread = Background(lambda: self._carry(self._exchange_slices(flats)), device)
+            self._flats = [*self.start.flats]
+        super()._launch()
 
-    def _exchange_slices(self, flats: list[Tensor]) -> Tensor:
+    def _measure(self) -> Tensor:
         """This rank's slices of all replicas' Δ. Returns ``[R + 1, layers]``: its share of their squared
         norms; last 0, or NaN if its slice of the anchor is not finite."""
         self._slices: list[list[Tensor]] = []
         measured = []
         for index, piece in enumerate(self.anchor.layers):
             with self._traffic("exchange of slices", piece):
-                slices, work = self.replicas.start_exchange_slices(flats.pop(0))
+                slices, work = self.replicas.start_exchange_slices(self._flats.pop(0))
                 self._wait(work)
             a = self.anchor.fetch(index, piece)
             for theta in slices:
