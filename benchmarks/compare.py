@@ -497,7 +497,7 @@ def draw(found: dict[str, Any], path: str) -> None:
     figure.savefig(path, dpi=110)
 
 
-PARTS = {"methods": show_methods, "regime": show_regime, "exposed": show_exposed, "torchft": show_torchft}
+PARTS = {"exposed": show_exposed, "torchft": show_torchft, "regime": show_regime, "methods": show_methods}
 
 
 def main() -> None:
