@@ -17,7 +17,7 @@ of this Python (its bytes' frequencies alone have perplexity 28, those of pairs 
 of 32 bytes on each of four replicas, 327,680 bytes. Replica i reads the same windows in every method, from the same
 weights. AdamW (0.9, 0.95, decay 0.1), gradients clipped to 1; the learning rate rises in the first eighth of the
 steps and falls to a hundredth in a cosine. Rounds come every 16 steps. EDiT, A-EDiT and Post Local SGD average
-gradients in the first eighth; DiLoCo and CO2 have no warm-up.
+gradients in the first eighth; DiLoCo and CO2 have no warm-up as published, and are run with it, too.
 
 What was tuned: the inner learning rate of each method, over one grid, to the least perplexity of seed 0 on a *tuning*
 text that is neither trained on nor reported (A-EDiT takes EDiT's, CO2* CO2's, never synchronising its own). Outer
@@ -76,14 +76,15 @@ METHODS = {
     "baseline": "baseline",
     "post_local_sgd": "Post Local SGD",
     "diloco": "DiLoCo",
+    "diloco_warm": "DiLoCo, warm-up",
     "co2": "CO2",
+    "co2_warm": "CO2, warm-up",
     "co2_star": "CO2*",
     "edit": "EDiT",
     "a_edit": "A-EDiT",
     "local": "never syncing",
 }
 TUNED_AS = {"a_edit": "edit", "co2_star": "co2"}
-LATE = hasattr(edit.methods, "co2")  # whether this version can apply rounds late
 
 
 @dataclass(frozen=True)
@@ -155,12 +156,11 @@ def optimizer_of(run: Run, model: Llama, warmup: int, clock: Ticks) -> torch.opt
     inner: dict[str, Any] = {"lr": run.lr, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
     if run.method in ("baseline", "local"):
         return torch.optim.AdamW(model.parameters(), **inner)
-    if run.method in ("diloco", "co2", "co2_star"):
-        settings = getattr(edit.methods, run.method)(INTERVAL)
-    else:
-        settings = getattr(edit.methods, run.method)(INTERVAL, warmup)
+    settings = getattr(edit.methods, run.method.removesuffix("_warm"))(INTERVAL)
     if run.method == "a_edit":
         settings["schedule"] = edit.EverySeconds(INTERVAL, warmup, clock)
+    elif run.method in ("edit", "post_local_sgd") or run.method.endswith("_warm"):
+        settings["schedule"] = edit.EverySteps(INTERVAL, warmup)
     if run.method in ("edit", "a_edit"):
         settings["penalty"] = penalty_of(run, numel(model) / (len(model.layers) + 1))
     if run.delay:
@@ -186,18 +186,17 @@ def train(run: Run) -> Result:
         optimizer.register_round_hook(reports.append)
 
     def perplexity(windows: Tensor) -> float:
+        share = len(windows) // world
         if ours:
             with optimizer.consensus():
-                return evaluate(model, windows, 64, None)
+                return evaluate(model, windows, share, None)
         if run.method == "baseline":
-            return evaluate(model, windows, 64, None)
-        own = torch.tensor(evaluate(model, windows, 64, alone()))
+            return evaluate(model, windows, share, None)
+        own = torch.tensor(evaluate(model, windows, share, alone()))
         dist.all_reduce(own)
         return own.item() / world
 
-    length = (
-        (run.steps - warmup) * world / sum(speeds)
-    )  # of the local phase, in steps of a replica of speed 1
+    length = (run.steps - warmup) * world / sum(speeds)  # of the local phase, by the clock
     generator = torch.Generator().manual_seed(1000 * run.seed + rank)
     within = torch.arange(LENGTH + 1)
     curve = []
@@ -362,8 +361,9 @@ def told(values: list[float], digits: int = 3) -> str:
 
 
 def possible(methods: Iterable[str]) -> list[str]:
-    """Without those that apply rounds late, where that cannot be done."""
-    return [method for method in methods if LATE or not method.startswith("co2")]
+    """Those that this version of ``edit`` has."""
+    plain = ("baseline", "local")
+    return [m for m in methods if m in plain or hasattr(edit.methods, m.removesuffix("_warm"))]
 
 
 class Methods:
@@ -417,7 +417,8 @@ class Delay:
 
     def runs(self, plan: Plan) -> dict[str, list[Run]]:
         """By delay."""
-        return {str(delay): plan.runs("edit", delay=delay) for delay in (DELAYS if LATE else DELAYS[:1])}
+        delays = DELAYS if possible(["co2"]) else DELAYS[:1]
+        return {str(delay): plan.runs("edit", delay=delay) for delay in delays}
 
     def show(self, plan: Plan, found: Found) -> Any:
         """The table."""
@@ -455,10 +456,10 @@ class Penalty:
     def runs(self, plan: Plan) -> dict[str, list[Run]]:
         """By variant, clean; and the same with noise."""
         clean = {name: plan.runs(method, parts=parts) for name, (method, parts) in self.variants.items()}
-        noisy = {
-            f"{name}, noise": [replace(run, noise=plan.noise) for run in of] for name, of in clean.items()
+        noise = plan.noise
+        return clean | {
+            f"{name}, noise": [replace(run, noise=noise) for run in clean[name]] for name in clean
         }
-        return clean | noisy
 
     def show(self, plan: Plan, found: Found) -> Any:
         """The table."""
@@ -470,15 +471,13 @@ class Penalty:
             rows.append([name, told(ends(found, clean)), told(against), *habits(found, clean)])
             rows[-1] += [told(ends(found, noisy)), told(ratios(found, noisy, clean)), habits(found, noisy)[2]]
         head = ["", "clean", "÷ no penalty", "effective", "clipped", "out", "noise", "÷ own clean", "out"]
-        table(
-            "Penalty: part by part; noise: one of four replicas reads random bytes for 4 rounds", head, rows
-        )
+        table(f"Penalty: one of four replicas reads random bytes for {NOISE_ROUNDS} rounds", head, rows)
         return {name: ends(found, of) for name, of in runs.items()}
 
     def draw(self, axes: Any, plan: Plan, found: Found) -> None:
         """Perplexity over steps, of noisy runs; relative to the clean ones."""
         runs = self.runs(plan)
-        for name in self.variants:
+        for name, style in zip(self.variants, ("-", "--", "-", "--", ":", "-", "-"), strict=True):
             pairs = zip(runs[name], runs[f"{name}, noise"], strict=True)
             curves = [(found[clean]["curve"], found[noisy]["curve"]) for clean, noisy in pairs]
             steps = [step for step, _ in curves[0][0]]
@@ -486,7 +485,7 @@ class Penalty:
                 statistics.mean(noisy[at][1] / clean[at][1] for clean, noisy in curves)
                 for at in range(len(steps))
             ]
-            axes.plot(steps, share, marker=".", label=name)
+            axes.plot(steps, share, style, label=name)
         first = plan.steps // WARMUP + INTERVAL * plan.noise
         axes.axvspan(first, first + INTERVAL * NOISE_ROUNDS, color="grey", alpha=0.2, label="noise")
         axes.legend(fontsize="small")
@@ -520,23 +519,15 @@ class Exponent:
         """Perplexities and weights."""
         runs = self.runs(plan)
         values = [ends(found, of) for of in runs.values()]
-        axes.errorbar(
-            range(len(runs)), [*map(statistics.mean, values)], [*map(spread, values)], fmt="o", capsize=4
-        )
-        for at, of in enumerate(runs.values()):
-            weight = statistics.mean(found[run]["weight_of_last"] for run in of)
-            axes.annotate(
-                f"straggler's\nweight {weight:.2f}",
-                (at, statistics.mean(values[at])),
-                (8, 0),
-                textcoords="offset points",
-                fontsize="small",
-            )
-        axes.set_xticks(range(len(runs)), runs)
-        axes.set_xlim(-0.3, len(runs) - 0.3)
-        axes.set(
-            title="A-EDiT, one of four at half speed", xlabel="step_exponent", ylabel="held-out perplexity"
-        )
+        means = [*map(statistics.mean, values)]
+        axes.errorbar(range(len(runs)), means, [*map(spread, values)], fmt="o", capsize=4)
+        labels = [
+            f"e = {exponent}\nstraggler's weight {statistics.mean(found[run]['weight_of_last'] for run in of):.2f}"
+            for exponent, of in runs.items()
+        ]
+        axes.set_xticks(range(len(runs)), labels)
+        axes.set_xlim(-0.5, len(runs) - 0.5)
+        axes.set(title="A-EDiT, one of four replicas at half speed", ylabel="held-out perplexity")
 
 
 class Sizes:
@@ -553,13 +544,14 @@ class Sizes:
         }
 
     def rows(self, plan: Plan, found: Found) -> list[dict[str, float]]:
-        """For each width, of all its layers: what their norms are and what follows."""
+        """For each width: norms of its layers while the learning rate is above half its peak, and what follows."""
         rows = []
         for width, runs in self.runs(plan).items():
             results = [found[run] for run in runs]
-            norms = torch.tensor([row for result in results for row in result["norms"]], dtype=torch.float64)
-            effective = torch.tensor([row for result in results for row in result["effective"]])
-            clip = torch.tensor([row for result in results for row in result["clip"]])
+            norms, effective, clip = (
+                torch.tensor([row for of in results for row in of[key][: len(of[key]) // 2]]).double()
+                for key in ("norms", "effective", "clip")
+            )
             size = statistics.mean(results[0]["sizes"])
             norm = norms.median().item()
             rows.append(
@@ -661,7 +653,9 @@ class LearningRate:
                 axes.plot(plan.rates[best], mean[best], "*", color=f"C{color}", markersize=12)
         axes.legend(fontsize="small")
         axes.set(title="Inner learning rate (star: best)", xlabel="learning rate")
-        axes.set(xscale="log", yscale="log", ylabel="held-out perplexity")
+        axes.set(xscale="log", ylabel="held-out perplexity")
+        axes.set_xticks(plan.rates, [f"{rate:g}" for rate in plan.rates])
+        axes.minorticks_off()
 
 
 PARTS: dict[str, Any] = {
@@ -696,8 +690,9 @@ def main() -> None:
     chosen = arguments(__doc__, list(PARTS))
     plan = Plan(chosen.quick)
     methods = possible(dict.fromkeys(method for name in chosen.parts for method in PARTS[name].methods))
-    if not LATE:
-        print("Skipped: CO2, CO2* and delays, as this version of edit cannot apply rounds late")
+    if missing := [METHODS[method] for method in METHODS if method not in possible(METHODS)]:
+        late = "" if possible(["co2"]) else ", and all delays but 0"
+        print(f"Skipped, as this version of edit does not have them: {', '.join(missing)}{late}")
     plan.choose(methods, perform(plan.tuning(methods)))
     runs = [run for name in chosen.parts for of in PARTS[name].runs(plan).values() for run in of]
     found = perform(runs)
