@@ -52,6 +52,7 @@ RATES: tuple[float | None, ...] = (None, 1000, 200, 50)  # Mbit/s that leave a h
 LAGS = (0.35, 0.7, 1.0)  # of STEP
 PICTURE = "compare.png"
 EVERY_STEP = ("DDP", "FSDP2 hybrid")
+ALL_AHEAD = "EDiT, all layers ahead"
 TORCHFT = "torchft DiLoCo"
 SHOWN = (*EVERY_STEP, "PostLocalSGD", TORCHFT, "Accelerate LocalSGD")
 
@@ -164,6 +165,7 @@ def presets(interval: int, late: int) -> dict[str, dict[str, Any] | None]:
         "CO2": methods.co2(interval),
         **({"CO2*": methods.co2_star(interval)} if hasattr(methods, "co2_star") else {}),
         "EDiT": methods.edit(interval, 0),
+        ALL_AHEAD: {**methods.edit(interval, 0), "prefetch": DEPTH + 1},
         f"EDiT, delay {late}": {**methods.edit(interval, 0), "delay": late},
         "A-EDiT": methods.a_edit(interval * STEP, 0),
     }
@@ -263,8 +265,9 @@ def show_methods(lab: Network, quick: bool) -> dict[str, Any]:
         if lab.names or not scenario.get("mbit")
     }
     found: dict[str, Any] = {title: {} for title in where}
+    ours = [name for name in presets(INTERVAL, LATE) if name != ALL_AHEAD]
     # Processes of their own for each peer: what one leaves behind, or its failure, is its own.
-    for group in [list(presets(INTERVAL, LATE)), *([name] for name in SHOWN if installed(name))]:
+    for group in [ours, *([name] for name in SHOWN if installed(name))]:
         plan = [(name, scenario, window(name)[1]) for scenario in where.values() for name in group]
         try:
             results = iter(_run(lab, plan))
@@ -366,7 +369,7 @@ def show_exposed(lab: Network, quick: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rows = []
     plan = []
-    for mbit in RATES if lab.names else RATES[:1]:
+    for mbit in (*RATES, 20) if lab.names else RATES[:1]:
         enough = max(1, math.ceil(1.2 * bits() / 1e6 / mbit / LONG_STEP)) if mbit else 1
         plan += [(mbit, 0), (mbit, enough)]
     settings = {"names": lab.names, "plan": plan, "interval": interval, "count": count}
@@ -429,7 +432,7 @@ def show_torchft(lab: Network, quick: bool) -> dict[str, Any]:
     if not installed(TORCHFT):
         print("torchft is not installed: pip install .[benchmarks]")
         return found
-    names = ("EDiT", "DiLoCo", TORCHFT)
+    names = ("EDiT", ALL_AHEAD, "DiLoCo", TORCHFT)
     rates = (None, 200, 50) if lab.names else (None,)
     plan = [(mbit, name) for mbit in rates for name in names]
     settings = {"names": lab.names, "plan": plan, "interval": 4, "count": 5 if quick else 15}
@@ -444,9 +447,9 @@ def show_torchft(lab: Network, quick: bool) -> dict[str, Any]:
             added[name] = statistics.median(due[2:]) - statistics.median(plain)
         rate = f"{mbit} Mbit/s" if mbit else "unlimited"
         row = [f"{1e3 * seconds:.1f}" for seconds in added.values()]
-        rows.append([rate, *row, *(f"{added[name] / added[TORCHFT]:.2f}" for name in ("EDiT", "DiLoCo"))])
+        rows.append([rate, *row, *(f"{added[name] / added[TORCHFT]:.2f}" for name in names[:-1])])
         found[rate] = added
-    table("What a round adds, ms", ["", *added, "EDiT ÷ torchft", "DiLoCo ÷ torchft"], rows)
+    table("What a round adds, ms", ["", *added, *(f"{name} ÷ torchft" for name in names[:-1])], rows)
     return found
 
 

@@ -18,6 +18,7 @@ import argparse
 import itertools
 import math
 import os
+import sys
 import sysconfig
 import time
 import warnings
@@ -42,7 +43,7 @@ import edit
 from edit.monitor import TensorBoard
 from llama import SIZES, Llama
 
-METHODS = ("baseline", "local", "edit", "a_edit", "diloco", "post_local_sgd", "mean")
+METHODS = ("baseline", "local", "edit", "a_edit", "diloco", "post_local_sgd", "co2", "mean")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -68,6 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--grad-norm", 1.0, "to which gradients are clipped", type=float)
     add("--interval", 16, "inner steps between rounds", type=int)
     add("--interval-seconds", 2.0, "the same for a_edit", type=float)
+    add("--delay", 0, "inner steps by which a round is applied late; of co2 its interval", type=int)
     add("--sync-warmup", help="steps that average gradients first; default: a fifth", type=int)
     add("--outer-lr", 0.8, "of edit, a_edit and mean", type=float)
     add("--outer-momentum", 0.7, "of edit, a_edit and mean", type=float)
@@ -113,6 +115,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--save-every, --resume and --stop-tokens are not for {', '.join(sorted(plain))}")
     if args.resume == "auto" and args.out is None:
         parser.error("--resume auto needs --out, the same one in every start")
+    if missing := [path for path in args.data or () if not path.exists()]:
+        parser.error(f"--data: there is no {missing[0]}")
     if args.sync_warmup is None:  # what makes the rest whole rounds
         args.sync_warmup = max(0, args.steps - args.interval * max(1, args.steps * 4 // 5 // args.interval))
     return args
@@ -222,6 +226,8 @@ def make_optimizer(
         return torch.optim.AdamW(model.parameters(), **adamw)
     if method == "diloco":
         settings = edit.methods.diloco(args.interval)
+    elif method == "co2":
+        settings = edit.methods.co2(args.interval)
     elif method == "post_local_sgd":
         settings = edit.methods.post_local_sgd(args.interval, args.sync_warmup)
     else:
@@ -231,6 +237,7 @@ def make_optimizer(
             settings = edit.methods.edit(args.interval, args.sync_warmup)
         settings["outer"] = edit.Nesterov(args.outer_lr, args.outer_momentum)
         settings["penalty"] = edit.PseudoGradientPenalty(max_norm=args.max_norm) if method != "mean" else None
+    settings.setdefault("delay", args.delay)
     return edit.LocalSGDOptimizer(model, mesh=mesh, **adamw, **settings)
 
 
@@ -295,7 +302,18 @@ def train(
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
     loader = make_loader(windows, args.batch, rank, world, args.seed)
     checkpoints = out / method / "checkpoints"
-    if ours and (path := find_checkpoint(args.resume, checkpoints)):
+    path = find_checkpoint(args.resume, checkpoints) if ours else None
+    if args.save_every and (newest := find_checkpoint("auto", checkpoints)) and newest != path:
+        raise SystemExit(
+            f"--out: {checkpoints} has a run's checkpoints up to {newest.name}, which this one would not go on with, but "
+            "remove: give --resume auto, or another --out"
+        )
+    if args.resume and rank == 0:
+        print(
+            f"{method}: "
+            + (f"goes on from {path}" if path else f"no checkpoint in {checkpoints}: starts anew")
+        )
+    if path:
         extra = edit.load(path, model, optimizer)
         scheduler.load_state_dict(extra["scheduler"])
         losses, reports = list(extra["losses"].to(mesh.device_type)), extra["reports"]
@@ -329,6 +347,9 @@ def train(
     saved_round = optimizer.rounds if ours else 0
     for tokens, targets in endless(loader, torch.device(mesh.device_type), epoch):
         if tokens_of_all() >= budget:  # as it was saved
+            if rank == 0:
+                print(f"{method}: {tokens_of_all()} tokens were seen already, of {budget}: no step is made. For more, "
+                      "give more --steps, or on another mesh --stop-tokens")  # fmt: skip
             break
         loss = model(tokens, targets)
         loss.backward()
@@ -338,6 +359,8 @@ def train(
         losses.append(loss.detach())
         scheduler.step()
         bar.update(1)
+        if bar.disable and rank == 0 and len(losses) % max(1, int(whole) // 10) == 0:  # not a terminal
+            print(f"{method}: step {len(losses)} of {int(whole)}, loss {loss.item():.3f}", file=sys.stderr)
         if args.save_every:
             # Replicas of a_edit make different numbers of steps: what they all have is rounds.
             by_rounds = method == "a_edit" and optimizer.local_steps > args.sync_warmup
@@ -381,7 +404,7 @@ def train(
     mine = {
         "perplexity": perplexity,
         "tokens": run["tokens_before"] / world + (len(losses) - run["start"]) * args.batch * args.length,
-        "speed": (len(losses) - began - 1) * args.batch * args.length / seconds,
+        "speed": max(0, len(losses) - began - 1) * args.batch * args.length / seconds,
         "sent": sent / 1e6,
         "waited": sum(report.seconds_waited for report in reports),
     }

@@ -303,3 +303,28 @@ def test_two_methods_under_torchrun(tmp_path: Path) -> None:
     assert {"round/bytes_sent", "round/seconds_waited", "rolled_back/layers.0"} <= set(tags)
     assert [point.step for point in events.Scalars("round/steps/replica_0")][:3] == [1, 2, 3]
     assert [point.value for point in events.Scalars("round/steps/replica_0")][:3] == [3, 3, 3]
+
+
+def test_the_minimal_script(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = subprocess.run(
+        [*command, str(EXAMPLES / "minimal.py")], capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
+    said = re.fullmatch(r"loss (\d\.\d+) after 1280 steps and 40 rounds\n", done.stdout)
+    assert said, done.stdout
+    assert float(said[1]) < 1.5
+
+
+def test_a_new_run_does_not_remove_anothers_checkpoints(tmp_path: Path) -> None:
+    folder = tmp_path / "edit" / "checkpoints" / "step-0000004"
+    folder.mkdir(parents=True)
+    (folder / ".edit").write_text("1")
+    processes(1, starts_anew, str(tmp_path))
+
+
+def starts_anew(rank: int, out: str) -> None:
+    args = train_llama.parse([*BASE.split(), "--out", out, "--save-every", "2"])
+    windows = train_llama.Windows(torch.zeros(400, dtype=torch.uint8), args.length)
+    with pytest.raises(SystemExit, match=r"step-0000004.*--resume auto"):
+        train_llama.train("edit", args, mesh(1, 1), windows, torch.zeros(2, 33, dtype=torch.uint8), Path(out))

@@ -549,7 +549,8 @@ def _alone() -> None:
 
 def _ranks(replicas: Replicas) -> dict[str, Any]:
     """Who writes or reads together, as DCP's arguments. Collective at its first use."""
-    group = replicas.files_group()
+    with replicas.naming("edit.save or edit.load, which all ranks must call,"):
+        group = replicas.files_group()
     if group is None:
         _alone()
     return {"process_group": group, "no_dist": group is None}

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from .comm import Replicas, is_unit, local, set_gradient_hook
 from .layers import Layer
 
+_WARMUP = "averaging gradients in the warm-up, in which all replicas make the same steps,"
+
 
 class Gate:
     """What every hook asks before a forward: one plain attribute, so that it costs next to nothing, and does
@@ -71,7 +73,7 @@ class GradientAverage:
         self._last = False
         self._handles: list[Any] = []
         for unit in self._units:
-            set_gradient_hook(unit, replicas.average)
+            set_gradient_hook(unit, self._average_unit)
         if plain := [param for _, params in self.layers for param in params]:
             # The first hook runs when the last gradient of a backward is computed, just before it is
             # accumulated; the others run after each accumulation. (Re-entrant checkpointing nests backwards:
@@ -90,8 +92,16 @@ class GradientAverage:
             self._last = False
             self._average()
 
+    def _average_unit(self, gradients: Tensor) -> None:
+        with self.replicas.naming(_WARMUP):
+            self.replicas.average(gradients)
+
     @torch.no_grad()
     def _average(self) -> None:
+        with self.replicas.naming(_WARMUP):
+            self._average_plain()
+
+    def _average_plain(self) -> None:
         flying = []
         for layer, params in self.layers:
             for name, param in zip(layer.names, layer.params, strict=True):

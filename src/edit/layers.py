@@ -88,11 +88,14 @@ class Layer:
     def pseudo_gradient(self, anchor: Tensor, out: Tensor, start: Tensor | None = None) -> Tensor:
         """``out <- round(a) - θ``, θ being ``start`` or else the parameters: a replica that did not move has
         exactly 0, in bf16 too."""
-        self.read(out) if start is None else out.copy_(start)
-        if all(dtype == out.dtype for dtype in self.dtypes):
-            return torch.sub(anchor, out, out=out)
-        for a, part, dtype in zip(self.parts(anchor), self.parts(out), self.dtypes, strict=True):
-            torch.sub(a.to(dtype), part, out=part)
+        values = self.values() if start is None else self.parts(start)
+        for a, part, value, dtype in zip(
+            self.parts(anchor), self.parts(out), values, self.dtypes, strict=True
+        ):
+            if dtype == out.dtype:
+                torch.sub(a, value, out=part)
+            else:  # in the anchor's dtype: the difference of two bf16 numbers is no bf16 number
+                torch.sub(a.to(dtype), part.copy_(value), out=part)
         return out
 
     def squares(self, flat: Tensor) -> Tensor:
