@@ -19,12 +19,12 @@ weights. AdamW (0.9, 0.95, decay 0.1), gradients clipped to 1; the learning rate
 steps and falls to a hundredth in a cosine. Rounds come every 16 steps. EDiT, A-EDiT and Post Local SGD average
 gradients in the first eighth; DiLoCo and CO2 have no warm-up as published, and are run with it, too.
 
-What was tuned: the inner learning rate of each method, over one grid, to the least perplexity of seed 0 on a *tuning*
-text that is neither trained on nor reported (A-EDiT takes EDiT's, CO2* CO2's). Delays, parts of the penalty
-and exponents run at EDiT's, which was found with delay 0 and the whole penalty. Outer learning rates and momenta are
-the published ones. EDiT's temperature and clip have the unit of a norm: 1 and 10 were
-published for layers of 5e7 parameters at lr 1.5e-4 and 128 steps, where `lr * sqrt(interval * parameters)` is 12, and
-stand here in the same proportion to that scale.
+What was tuned: the inner learning rate of each method, over one grid, to the least perplexity of seed 0 on a
+*tuning* text that is neither trained on nor reported (A-EDiT takes EDiT's, CO2* CO2's). Delays, parts of the
+penalty and exponents run at EDiT's, which was found with delay 0 and the whole penalty. Outer learning rates
+and momenta are the published ones. EDiT's temperature and clip have the unit of a norm: 1 and 10 were
+published for layers of 5e7 parameters at lr 1.5e-4 and 128 steps, where `lr * sqrt(interval * parameters)` is
+12, and stand here in the same proportion to that scale.
 
 Replicas of A-EDiT go by a clock that counts their own steps, the last of them half as fast, so runs can be repeated.
 It and EDiT end with the same tokens of all replicas.
