@@ -1,6 +1,6 @@
 """At what price in quality? Held-out perplexity, at equal tokens, of every method and of every setting of ours.
 
-    python benchmarks/quality.py                   # all parts, three seeds; about 40 minutes on two cores
+    python benchmarks/quality.py                   # all parts, three seeds; about 45 minutes on two idle cores
     python benchmarks/quality.py methods penalty   # these parts alone
     python benchmarks/quality.py --quick           # one seed, fewer and shorter runs: a tenth
 
@@ -12,18 +12,19 @@ exponent       `step_exponent` where one replica is half as fast
 sizes          the published temperature (1) and clip (10) on models of growing width
 learning_rate  the inner learning rate for 1, 2 and 4 replicas
 
-The model is a Llama with two blocks over bytes, 27 thousand parameters; the text the example's, the standard library
+The model is a Llama with two blocks over bytes, 29 thousand parameters; the text the example's, the standard library
 of this Python (its bytes' frequencies alone have perplexity 28, those of pairs 11.7). A run is 640 steps of 4 windows
 of 32 bytes on each of four replicas, 327,680 bytes. Replica i reads the same windows in every method, from the same
 weights. AdamW (0.9, 0.95, decay 0.1), gradients clipped to 1; the learning rate rises in the first eighth of the
 steps and falls to a hundredth in a cosine. Rounds come every 16 steps. EDiT, A-EDiT and Post Local SGD average
 gradients in the first eighth; DiLoCo and CO2 have no warm-up as published, and are run with it, too.
 
-What was tuned: the inner learning rate of each method, over one grid, to the least perplexity of seed 0 on a *tuning*
-text that is neither trained on nor reported (A-EDiT takes EDiT's, CO2* CO2's, never synchronising its own). Outer
-learning rates and momenta are the published ones. EDiT's temperature and clip have the unit of a norm: 1 and 10 were
-published for layers of 5e7 parameters at lr 1.5e-4 and 128 steps, where `lr * sqrt(interval * parameters)` is 12, and
-stand here in the same proportion to that scale.
+What was tuned: the inner learning rate of each method, over one grid, to the least perplexity of seed 0 on a
+*tuning* text that is neither trained on nor reported (A-EDiT takes EDiT's, CO2* CO2's). Delays, parts of the
+penalty and exponents run at EDiT's, which was found with delay 0 and the whole penalty. Outer learning rates
+and momenta are the published ones. EDiT's temperature and clip have the unit of a norm: 1 and 10 were
+published for layers of 5e7 parameters at lr 1.5e-4 and 128 steps, where `lr * sqrt(interval * parameters)` is
+12, and stand here in the same proportion to that scale.
 
 Replicas of A-EDiT go by a clock that counts their own steps, the last of them half as fast, so runs can be repeated.
 It and EDiT end with the same tokens of all replicas.
@@ -36,6 +37,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import statistics
 import tempfile
 import time
@@ -58,6 +60,7 @@ from train_llama import Windows, evaluate, load_text
 
 SEEDS = (0, 1, 2)
 STEPS, BATCH, LENGTH, INTERVAL = 640, 4, 32, 16
+DEPTH, HEADS = 2, 2
 WARMUP = 8  # it is one step in so many
 RATES = (2e-3, 4e-3, 8e-3, 16e-3, 32e-3)
 SPEEDS = (1.0, 1.0, 1.0, 0.5)  # of A-EDiT's replicas
@@ -103,7 +106,10 @@ class Run:
     dim: int = 32
 
 
-COMMON = [BATCH, LENGTH, INTERVAL, WARMUP, NOISE_ROUNDS, SPEEDS, WINDOWS, torch.__version__]
+COMMON = [
+    *(BATCH, LENGTH, INTERVAL, DEPTH, HEADS, WARMUP, NOISE_ROUNDS, SPEEDS, SCALE, CURVE_EVERY, WINDOWS),
+    *(torch.__version__, platform.python_version()),  # the latter for the text
+]
 Result = dict[str, Any]
 Found = dict[Run, Result]
 
@@ -173,7 +179,7 @@ def train(run: Run) -> Result:
     rank, world = dist.get_rank(), dist.get_world_size()
     text, tuning, held_out = texts()
     torch.manual_seed(run.seed)
-    model = Llama(Config(dim=run.dim, depth=2, heads=4, kv_heads=2, hidden=2 * run.dim))
+    model = Llama(Config(run.dim, DEPTH, HEADS, HEADS, hidden=2 * run.dim))
     speeds = SPEEDS if run.method == "a_edit" else (1.0,) * world
     warmup = run.steps // WARMUP
     clock = Ticks(speeds[rank])
@@ -357,7 +363,8 @@ def spread(values: list[float]) -> float:
 
 def told(values: list[float], digits: int = 3) -> str:
     """Mean and standard deviation."""
-    return f"{statistics.mean(values):.{digits}f} ± {spread(values):.{digits}f}"
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return f"{mean} ± {spread(values):.{digits}f}" if len(values) > 1 else mean
 
 
 def possible(methods: Iterable[str]) -> list[str]:
@@ -522,7 +529,7 @@ class Exponent:
         means = [*map(statistics.mean, values)]
         axes.errorbar(range(len(runs)), means, [*map(spread, values)], fmt="o", capsize=4)
         labels = [
-            f"e = {exponent}\nstraggler's weight {statistics.mean(found[run]['weight_of_last'] for run in of):.2f}"
+            f"e = {exponent}\nstraggler's\nweight {statistics.mean(found[run]['weight_of_last'] for run in of):.2f}"
             for exponent, of in runs.items()
         ]
         axes.set_xticks(range(len(runs)), labels)
