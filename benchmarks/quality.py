@@ -13,8 +13,8 @@ sizes          the published temperature (1) and clip (10) on models of growing 
 learning_rate  the inner learning rate for 1, 2 and 4 replicas
 
 The model is a Llama with two blocks over bytes, 29 thousand parameters; the text the example's, the standard library
-of this Python (its bytes' frequencies alone have perplexity 28, those of pairs 11.7). A run is 640 steps of 4 windows
-of 32 bytes on each of four replicas, 327,680 bytes. Replica i reads the same windows in every method, from the same
+of this Python (its bytes' frequencies alone have perplexity 28, those of pairs 11.7). A run is 512 steps of 4 windows
+of 32 bytes on each of four replicas, 262,144 bytes. Replica i reads the same windows in every method, from the same
 weights. AdamW (0.9, 0.95, decay 0.1), gradients clipped to 1; the learning rate rises in the first eighth of the
 steps and falls to a hundredth in a cosine. Rounds come every 16 steps. EDiT, A-EDiT and Post Local SGD average
 gradients in the first eighth; DiLoCo and CO2 have no warm-up as published, and are run with it, too.
@@ -59,7 +59,7 @@ from llama import Config, Llama
 from train_llama import Windows, evaluate, load_text
 
 SEEDS = (0, 1, 2)
-STEPS, BATCH, LENGTH, INTERVAL = 640, 4, 32, 16
+STEPS, BATCH, LENGTH, INTERVAL = 512, 4, 32, 16
 DEPTH, HEADS = 2, 2
 WARMUP = 8  # it is one step in so many
 RATES = (2e-3, 4e-3, 8e-3, 16e-3, 32e-3)
