@@ -11,6 +11,7 @@ one line each: the largest difference, and what an interval took more than the s
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import itertools
 import os
 import sys
@@ -110,7 +111,12 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 def ddp(model: nn.Module) -> nn.parallel.DistributedDataParallel:
     """DDP as it costs least: buffers are constants here, and gradients live where they are reduced."""
-    return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    return nn.parallel.DistributedDataParallel(
+        model,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=1,  # a small model in one bucket of 25 MB would not overlap with the backward
+    )
 
 
 class DDP(Trainer):
@@ -367,8 +373,8 @@ PEERS: dict[str, type[Trainer]] = {
 
 
 def installed(name: str) -> bool:
-    """Whether this peer can run here."""
-    return not unusable(PEERS[name].needs)
+    """Whether the package is there that this peer needs. (Not imported: torchft's threads outlive it.)"""
+    return not PEERS[name].needs or importlib.util.find_spec(PEERS[name].needs) is not None
 
 
 # ---------------------------------------------------------------------------------------------- the check

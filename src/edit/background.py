@@ -6,8 +6,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from threading import Thread
+from typing import Any
 
 import torch
+
+
+def side_stream(device: torch.device) -> Any:
+    """A new stream of ``device``; ``None`` on the CPU."""
+    return None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
 
 
 class Background:
@@ -15,17 +21,21 @@ class Background:
 
     A daemon: a program that ends, or is interrupted, does not wait for replicas that may never come.
 
-    Streams: ``work`` runs on a stream that first waits for the current one, on which its inputs were written;
+    Streams: ``work`` runs on ``stream``, which first waits for the current one, on which its inputs were written;
     :meth:`wait` makes the current stream wait for it. Whoever keeps the inputs alive until then need not record
-    streams: their memory is freed in the order of the stream that allocated it, after that wait.
+    streams: their memory is freed in the order of the stream that allocated it, after that wait. What ``work``
+    allocates belongs to ``stream`` and is freed after that wait, too; the next work on it waits in its turn.
+
+    Args:
+        stream: :func:`side_stream` of ``device``, one for all works of an optimizer: torch has a pool of 32, whose
+            memory is not shared, and which comes round to the streams of NCCL.
     """
 
-    def __init__(self, work: Callable[[], None], device: torch.device) -> None:
-        self._work, self._device = work, device
+    def __init__(self, work: Callable[[], None], device: torch.device, stream: Any) -> None:
+        self._work, self._device, self._stream = work, device, stream
         self._ended: Future[None] = Future()
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
         if self._module is not None:
-            self._stream = self._module.Stream(device)
             self._stream.wait_stream(self._module.current_stream(device))
         Thread(target=self._run, name="edit.round", daemon=True).start()
 

@@ -49,9 +49,9 @@ class Buffers:
 
         ``tensors``: the buffers, as they are or were at the launch; ``counted``: whether this replica has a part in the round; ``first``: whether it is replica 0.
         """
-        values, counts = [], []
         if not tensors:
             return torch.empty(0)  # which nobody sends
+        values, counts = [], []
         for tensor in tensors:
             floating = tensor.is_floating_point()
             numbers = (tensor.flatten() if floating else _as_bytes(tensor)).double()

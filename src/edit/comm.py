@@ -27,6 +27,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from .background import side_stream
+
 REPLICATE = ("replicate", "dp_replicate")
 Work = dist.Work
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
@@ -233,6 +235,7 @@ class Replicas:
         ``holders``: for each layer, the ranks that hold it, replica by replica.
         """
         columns = [list(column) for column in zip(*self.grid, strict=True)]
+        self.device, self.side_stream = device, side_stream(device)
         self.sync = self._group("sync", columns, device.type)
         peers = [row[self.member] for row in self.grid]
         self._slots = [

@@ -78,7 +78,8 @@ class LocalSGDOptimizer(WrappedOptimizer):
             ``consensus()`` works right after ``sync()`` only, ``refresh()`` does not, and a state is loaded on
             the mesh that saved it.
         layers: the modules that synchronise together, instead of the default cut.
-        prefetch: layers whose traffic is under way ahead of the one being computed.
+        prefetch: layers whose traffic is under way ahead of the one being computed. Of a round that a thread carries
+            (``delay``, ``offload="replicas"``) all are.
         delay: inner steps by which a round is applied late. Its traffic runs in the background of these steps,
             and what was learned meanwhile is kept. At most the interval of ``EverySteps``. 0: in the next forward.
         timeout: of the package's process groups. Default: an hour, plus four intervals of a clock.
@@ -385,8 +386,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
             RuntimeError: steps were made since the last round, or ``offload="replicas"``.
         """
         self._check_usable()
-        with agree(self.replicas, "refresh()"):
-            self._check_boundary("refresh()")
+        self._agree_on_boundary("refresh()")
         kept = saved.export(self)
         memory = {name: {k: v[..., c].clone() for k, v in self._memory.items()} for c, name in
                   enumerate(self._columns)}  # fmt: skip
@@ -580,11 +580,18 @@ class LocalSGDOptimizer(WrappedOptimizer):
                 "step(), sync() and refresh() must not be called inside consensus(): leave it first"
             )
 
+    def _agree_on_boundary(self, what: str) -> None:
+        """Collective. Not on the control group, which the thread of a round may be using: on that of files."""
+        if self._saving is not None:
+            wait([self._saving])
+        with agree(self.replicas, what, files=True):
+            self._check_boundary(what)
+
     def _check_boundary(self, what: str) -> None:
         if self._steps or self._due:
             raise RuntimeError(
                 f"{what} must be called at a round boundary, but this replica made {self._steps} steps since the "
-                "last round: call sync() first, on all ranks"
+                f"last one{', which is under way' * self._due}: call sync() first, on all ranks"
             )
         if self._spread and self._anchor.taken:
             raise RuntimeError(
@@ -612,8 +619,8 @@ class LocalSGDOptimizer(WrappedOptimizer):
         if not self._ready:
             return
         self._check_usable()
+        self._agree_on_boundary("add_param_group()")
         with agree(self.replicas, "add_param_group()"):
-            self._check_boundary("add_param_group()")
             super().add_param_group(param_group)
             try:
                 build_inner(self.inner, self.model, {})

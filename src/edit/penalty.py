@@ -21,7 +21,8 @@ class Penalty(Protocol):
         ...
 
     def weights(self, norms: Tensor, steps: Tensor, state: dict[str, Tensor]) -> Tensor:
-        """Decide one round, and bring ``state`` up to date in place. Called on one rank; the others are told.
+        """Decide one round, and bring ``state`` up to date in place. Called on one rank; the others are told. With
+        ``delay`` or ``offload="replicas"``, in a thread beside training.
 
         Args:
             norms: ``[R, L]`` float64: G, norms of the pseudo gradients. 0, NaN and Inf are possible.

@@ -133,6 +133,7 @@ class Round:
         self._bytes = replicas.bytes_sent
         self._launched = time.perf_counter()
         self._buffers_done = False
+        self._buffers_at_launch: list[Tensor] | None = None
 
         self._matrix = torch.zeros(replicas.count, len(columns) + _EXTRA, dtype=torch.float64)
         extra = self._matrix[replicas.index, len(columns) :]
@@ -150,8 +151,7 @@ class Round:
 
     def _launch(self) -> None:
         if self._aside:
-            device = self.layers[0].device if self.layers else torch.device("cpu")
-            self._thread = Background(self._carry, device)
+            self._thread = Background(self._carry, self.replicas.device, self.replicas.side_stream)
         else:
             self._announce(self._measure())
 
@@ -320,7 +320,8 @@ class Round:
     def _combine_buffers(self) -> None:
         index = self.replicas.index
         self._takes_part = self.moved and not bool(self.out[index].all())
-        values = self.buffers.tensors() if self.start is None else self.start.buffers
+        values = self._buffers_at_launch if self.start is None else self.start.buffers
+        values = self.buffers.tensors() if values is None else values
         self._buffer_sum = self.buffers.contribution(values, self._takes_part, index == 0)
         with self._traffic("averaging buffers"):
             self._wait(self.replicas.start_sum(self._buffer_sum))
@@ -330,7 +331,7 @@ class Round:
         layer = self.layers[index]
         weight = self._mine[layer.column]
         if self._deltas is not None:
-            flat = self._deltas[index]
+            flat = self._deltas.pop(0)
         elif weight:
             flat = self._pseudo_gradient(index, self.anchor.fetch(index, layer))
         else:

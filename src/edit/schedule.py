@@ -15,7 +15,7 @@ class Progress:
     """How far a replica is, as a schedule sees it after an inner step."""
 
     steps: int
-    """Inner steps of this replica since the last round."""
+    """Inner steps of this replica since it launched the last round."""
     local_steps: int
     """Inner steps of this replica since construction, those of the warm-up included."""
     rounds: int
@@ -23,7 +23,8 @@ class Progress:
     total_steps: int
     """Inner steps of all replicas as of the last round: equal on all ranks."""
     seconds: float
-    """Seconds since the last round was completed; 0.0 if the schedule has no ``clock``."""
+    """Seconds since the last round was completed, or, with ``delay``, was launched, without those for which the
+    training loop stood still; 0.0 if the schedule has no ``clock``."""
 
 
 class Schedule(Protocol):
@@ -44,7 +45,7 @@ class Schedule(Protocol):
         ...
 
     def due(self, progress: Progress) -> bool:
-        """Whether a round is due after this step. Not asked in the warm-up."""
+        """Whether a round is due after this step. Not asked in the warm-up, nor while a round is under way."""
         ...
 
 

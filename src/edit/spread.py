@@ -26,10 +26,8 @@ class Piece(Layer):
             return min(max(start - self.begin, 0), width), min(max(end - self.begin, 0), width)
 
         self.spans = [inside(*span) for span in whole.spans]
-        self.spans[-1] = (
-            self.spans[-1][0],
-            width,
-        )  # with the zeros, which are held by nobody and so not measured
+        # The last one with the zeros behind it, which nobody holds, and so nobody measures.
+        self.spans[-1] = (self.spans[-1][0], width)
         self.shapes = [torch.Size([end - start]) for start, end in self.spans]
         self.held = [(*inside(start, end), same) for start, end, same in whole.held]
 
@@ -61,6 +59,7 @@ class SpreadRound(Round):
 
     def _launch(self) -> None:
         self._measured = self._matrix
+        self._buffers_at_launch = self.buffers.clone()  # not what the thread would find
         # In the place of a checksum, as nobody has another's slice of the anchor: the number of the round.
         self._matrix[self.replicas.index, len(self.columns) + _SQUARES] = self.number
         if self.problem is not None:  # others wait for slices all the same

@@ -234,11 +234,12 @@ def check(
         _check_part(opt, first)
         _check(opt, entries)
         for name, agreed in zip(opt._buffers.names, opt._buffers.agreed, strict=True):
-            if (value := first.get(BUFFER + clean(name))) is not None and value.shape != agreed.shape:
-                raise ValueError(
-                    f"state_dict must have a buffer {name} of shape {tuple(agreed.shape)}, but has "
-                    f"{tuple(value.shape)}: it is of another model; nothing was loaded"
-                )
+            for key in (BUFFER + clean(name), START_BUFFER + clean(name)):
+                if (value := first.get(key)) is not None and value.shape != agreed.shape:
+                    raise ValueError(
+                        f"state_dict must have a buffer {name} of shape {tuple(agreed.shape)}, but has "
+                        f"{tuple(value.shape)}: it is of another model; nothing was loaded"
+                    )
     return theirs, entries, first
 
 
@@ -294,7 +295,8 @@ def _restore_start(opt: LocalSGDOptimizer, entries: Entries, first: dict[str, An
                 part.copy_(local(entries[param][START]))
         buffers = opt._buffers.clone()
         for name, buffer in zip(opt._buffers.names, buffers, strict=True):
-            buffer.copy_(first[START_BUFFER + clean(name)])
+            if (value := first.get(START_BUFFER + clean(name))) is not None:
+                buffer.copy_(value)
         opt._start = Start(flats, buffers)
     else:
         opt._round_steps, opt._steps = opt._round_steps + opt._steps, 0
