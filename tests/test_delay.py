@@ -237,3 +237,22 @@ def talks_meanwhile(rank: int) -> float:
     optimizer.sync()
     optimizer.close()
     return total.item()
+
+
+def asks_too_early(rank: int) -> None:
+    model, optimizer = build(3, timeout=timedelta(seconds=20))
+    train(model, optimizer, range(4), rank)  # a round is under way
+    with pytest.raises(
+        RuntimeError, match=r"refresh\(\) must be called at a round boundary.*which is under way"
+    ):
+        optimizer.refresh()
+    with pytest.raises(RuntimeError, match=r"add_param_group\(\) must be called at a round boundary"):
+        optimizer.add_param_group({"params": []})
+    train(model, optimizer, range(4, 8), rank)  # and goes on
+    assert optimizer.rounds == 1
+    optimizer.sync()
+    optimizer.refresh()
+
+
+def test_refresh_with_a_round_under_way_is_an_error_and_no_harm() -> None:
+    processes(2, asks_too_early)
