@@ -164,7 +164,7 @@ def _threaded_world(watch: _Watch) -> Iterator[dist.Store]:
         with (
             watch.installed(),
             _named_groups(),
-            mock.patch("edit.background.Thread", functools.partial(_Thread, watch)),
+            _threads_of_ranks(watch),
         ):
             yield dist.HashStore()
     finally:
@@ -173,6 +173,18 @@ def _threaded_world(watch: _Watch) -> Iterator[dist.Store]:
         threaded._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         sys.excepthook = excepthook  # init_process_group wraps it, once per rank, and never unwraps it
+
+
+@contextlib.contextmanager
+def _threads_of_ranks(watch: _Watch) -> Iterator[None]:
+    """Of the package and of copies of it under other names."""
+    modules = [
+        m for name, m in sys.modules.items() if name.endswith(".background") and hasattr(m, "Background")
+    ]
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "Thread", functools.partial(_Thread, watch)))
+        yield
 
 
 class _Thread(threading.Thread):
