@@ -47,7 +47,8 @@ class Buffers:
     def contribution(self, tensors: list[Tensor], counted: bool, first: bool) -> Tensor:
         """What this replica adds to the sum: float64 ``[values of all buffers | 0 or 1 per buffer]``.
 
-        ``tensors``: the buffers, as they are or were at the launch; ``counted``: whether this replica has a part in the round; ``first``: whether it is replica 0.
+        ``tensors``: the buffers, as they are or were at the launch; ``counted``: whether this replica has a part in
+        the round; ``first``: whether it is replica 0.
         """
         if not tensors:
             return torch.empty(0)  # which nobody sends

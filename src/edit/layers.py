@@ -74,6 +74,10 @@ class Layer:
         """This rank's part of each parameter: shares its storage."""
         return [local(param) for param in self.params]
 
+    def zeros(self) -> Tensor:
+        """A flat vector of zeros."""
+        return torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+
     def read(self, flat: Tensor | None = None) -> Tensor:
         """``flat <- θ``; a new one if none is given."""
         if flat is None:

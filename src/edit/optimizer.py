@@ -42,7 +42,7 @@ from .spread import SpreadRound, pieces
 from .wrapper import WrappedOptimizer
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    from .comm import DeviceMesh
 
 log = logging.getLogger(__name__)
 _NOT_GIVEN: Any = object()  # tells step() from step(closure=None)
@@ -137,7 +137,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         self._due = False  # from launch (or loading) to completion of a round
         self._round: Round | None = None
         self._round_steps = 0  # those that the round under way is about
-        self._start: Start | None = None  # of a round to be applied late
+        self._start: Start | None = None  # of a round that a thread carries
         self._fresh: set[nn.Module] = set()  # units written in this forward and not gathered since
         self._in_forward = self._in_consensus = False
         self._failure: BaseException | None = None
@@ -229,9 +229,12 @@ class LocalSGDOptimizer(WrappedOptimizer):
             if not self._due:  # else it was due when the state was loaded
                 self._due, self._round_steps, self._steps = True, self._steps, 0
                 self._last_round = self._time()
-            if self._delay and self._start is None and not called and problem is None:
-                self._start = Start([layer.read() for layer in self._layers], self._buffers.clone())
-            self._gate.open = self._start is None
+            late = self._delay > 0 and (self._start is not None or not called)
+            if self._start is None and (late or self._spread):
+                # With a problem, the parameters are not what they were: zeros, as others wait for what is sent.
+                flats = [layer.read() if problem is None else layer.zeros() for layer in self._layers]
+                self._start = Start(flats, self._buffers.clone())
+            self._gate.open = not late
             self._replica_clock.restart()
             self._round = (SpreadRound if self._spread else Round)(
                 self.replicas,
@@ -243,6 +246,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
                 self._buffers,
                 self.inner,
                 start=self._start,
+                late=late,
                 elements=self._elements,
                 prefetch=self._prefetch,
                 number=self.rounds + 1,
@@ -290,8 +294,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         if round.complete:
             # A late round's seconds count from its launch, but for those that the loop stood still: replicas that
             # launch too early wait here, and so fall into step.
-            late = self._start is not None
-            self._last_round = self._last_round + (self._time() - began) if late else self._time()
+            self._last_round = self._last_round + (self._time() - began) if round.late else self._time()
             self._round, self._due, self._start = None, False, None
             self.total_steps += int(round.steps.sum())
             self.rounds += 1

@@ -30,7 +30,7 @@ _PROBLEM = 2.0**20  # a rank that cannot take part adds this to the flags, so th
 
 @dataclass(frozen=True)
 class Start:
-    """What a replica had at the launch of a round that is applied late; copies."""
+    """What a replica had at the launch of a round that a thread carries; copies."""
 
     flats: list[Tensor]
     """Parameters: one flat vector a layer, in its dtype."""
@@ -80,13 +80,13 @@ class Round:
     exchange, the verdicts, buffers, then per layer, in the order of ``layers``, a sum over the replicas and a
     scalar inside the replica. *When* a rank goes on is its own affair; what it does next never is.
 
-    At once (``start=None``), a layer's traffic begins when the forward comes near it. Late, a thread carries all
-    of it from the launch on, from copies made at the launch, while training goes on; :meth:`advance` then waits
-    for the thread, and what a replica has learned since ``start`` is kept. Until the thread has ended, nothing
-    else uses the package's groups.
+    Without ``start``, a layer's traffic begins when the forward comes near it. With it, a thread carries all of it
+    from the launch on, from these copies, and :meth:`advance` waits for the thread; until it has ended, nothing else
+    uses the package's groups but that of files.
 
     Args:
-        start: of a round to be applied late.
+        start: for the thread.
+        late: steps are made until the round is applied; what was learned in them is kept.
         elements: of one replica.
         number: of this round, from 1.
         steps: inner steps of this replica since its last round.
@@ -109,6 +109,7 @@ class Round:
         inner: torch.optim.Optimizer,
         *,
         start: Start | None,
+        late: bool,
         elements: float,
         prefetch: int,
         number: int,
@@ -119,7 +120,8 @@ class Round:
         self.replicas, self.layers, self.columns = replicas, layers, columns
         self.anchor, self.penalty, self.memory = anchor, penalty, memory
         self.buffers, self.inner, self.prefetch, self.number = buffers, inner, prefetch, number
-        self.start, self.elements, self.moved, self.problem = start, elements, steps > 0, problem
+        self.start, self.late, self.elements = start, late, elements
+        self.moved, self.problem = steps > 0, problem
         self.decided = False
         self.done = 0  # layers, counted in order
         self._deltas: list[Tensor] | None = None
@@ -133,7 +135,6 @@ class Round:
         self._bytes = replicas.bytes_sent
         self._launched = time.perf_counter()
         self._buffers_done = False
-        self._buffers_at_launch: list[Tensor] | None = None
 
         self._matrix = torch.zeros(replicas.count, len(columns) + _EXTRA, dtype=torch.float64)
         extra = self._matrix[replicas.index, len(columns) :]
@@ -144,13 +145,8 @@ class Round:
         self._thread: Background | None = None
         self._launch()
 
-    @property
-    def _aside(self) -> bool:
-        """Whether a thread carries the traffic."""
-        return self.start is not None
-
     def _launch(self) -> None:
-        if self._aside:
+        if self.start is not None:
             self._thread = Background(self._carry, self.replicas.device, self.replicas.side_stream)
         else:
             self._announce(self._measure())
@@ -250,7 +246,7 @@ class Round:
         self._gone = self.out[replicas.index].tolist()
         self._left = self.weights.any(0).tolist()
         self._finite = self.norms[replicas.index].isfinite().tolist()
-        if self.start is not None and not all(self._finite):
+        if self.late and not all(self._finite):
             # What came since was learned with this NaN in the forward. Layers that were still finite at the launch
             # must start afresh, too, or with delay = interval each half would infect the other for ever.
             self._gone, self._finite = [True] * width, [False] * width
@@ -300,14 +296,13 @@ class Round:
             return
         self.decide()
         if not self._buffers_done:
-            if not self._aside:
+            if self.start is None:
                 self._combine_buffers()
-            self.buffers.apply(
-                self._buffer_sum, self.start.buffers if self.start and self._takes_part else None
-            )
+            kept = self.start.buffers if self.start and self.late and self._takes_part else None
+            self.buffers.apply(self._buffer_sum, kept)
             self._buffers_done = True
         while self.done <= through:
-            if not self._aside:
+            if self.start is None:
                 for index in range(self._sent, min(self.done + self.prefetch, len(self.layers) - 1) + 1):
                     self._send(index)
                 self._receive(self.done)
@@ -320,8 +315,7 @@ class Round:
     def _combine_buffers(self) -> None:
         index = self.replicas.index
         self._takes_part = self.moved and not bool(self.out[index].all())
-        values = self._buffers_at_launch if self.start is None else self.start.buffers
-        values = self.buffers.tensors() if values is None else values
+        values = self.buffers.tensors() if self.start is None else self.start.buffers
         self._buffer_sum = self.buffers.contribution(values, self._takes_part, index == 0)
         with self._traffic("averaging buffers"):
             self._wait(self.replicas.start_sum(self._buffer_sum))
@@ -359,9 +353,9 @@ class Round:
         # Units that stayed gathered (the root, after an evaluation) would not see what is written.
         for unit in layer.units:
             reshard(unit)
-        if self.start is None or self._gone[layer.column]:
+        if self.start is None or not self.late or self._gone[layer.column]:
             layer.write(a)
-        else:  # a + (θ - θ at launch)
+        else:  # a + (θ - θ at the launch)
             layer.write(layer.read().sub_(self.start.flats[index]).add_(a))
         if not self._finite[layer.column]:
             for param in layer.params:
@@ -415,14 +409,14 @@ class Round:
 
     def _wait(self, work: Work | None, on_host: bool | None = None) -> None:
         on_host = self._on_host if on_host is None else on_host
-        wait(work, on_host=on_host, in_thread=self._aside)
+        wait(work, on_host=on_host, in_thread=self.start is not None)
 
     @contextmanager
     def _traffic(self, what: str, layer: Layer | None = None) -> Iterator[None]:
         """Name what fails inside, and, outside of the thread, count the time as waited."""
         where = f", layer {layer.name}" if layer is not None else ""
         with (
-            nullcontext() if self._aside else self._waiting(),
+            self._waiting() if self.start is None else nullcontext(),
             self.replicas.naming(f"round {self.number}{where}: {what}"),
         ):
             yield

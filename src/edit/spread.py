@@ -53,23 +53,10 @@ class SpreadRound(Round):
     not late, from copies. Only the gather, layer by layer, is not in it: the training loop waits for that.
     """
 
-    @property
-    def _aside(self) -> bool:
-        return True
-
     def _launch(self) -> None:
         self._measured = self._matrix
-        self._buffers_at_launch = self.buffers.clone()  # not what the thread would find
         # In the place of a checksum, as nobody has another's slice of the anchor: the number of the round.
         self._matrix[self.replicas.index, len(self.columns) + _SQUARES] = self.number
-        if self.problem is not None:  # others wait for slices all the same
-            self._flats = [
-                torch.zeros(layer.numel, dtype=layer.dtype, device=layer.device) for layer in self.layers
-            ]
-        elif self.start is None:
-            self._flats = [layer.read() for layer in self.layers]
-        else:
-            self._flats = [*self.start.flats]
         super()._launch()
 
     def _measure(self) -> Tensor:
@@ -77,9 +64,10 @@ class SpreadRound(Round):
         norms; last 0, or NaN if its slice of the anchor is not finite."""
         self._slices: list[list[Tensor]] = []
         measured = []
-        for index, piece in enumerate(self.anchor.layers):
+        assert self.start is not None
+        for index, (piece, flat) in enumerate(zip(self.anchor.layers, self.start.flats, strict=True)):
             with self._traffic("exchange of slices", piece):
-                slices, work = self.replicas.start_exchange_slices(self._flats.pop(0))
+                slices, work = self.replicas.start_exchange_slices(flat)
                 self._wait(work)
             a = self.anchor.fetch(index, piece)
             for theta in slices:
@@ -92,7 +80,7 @@ class SpreadRound(Round):
         """``Δ̄``, from the slices that count (0·NaN is not 0), and its squared norms over all ranks."""
         combined: list[Tensor] = []
         for piece in self.anchor.layers:
-            flat = torch.zeros(piece.numel, dtype=piece.dtype, device=piece.device)
+            flat = piece.zeros()
             weights = self.weights[:, piece.column].tolist()
             for delta, weight in zip(self._slices.pop(0), weights, strict=True):
                 if weight:

@@ -87,7 +87,7 @@ def _part(opt: LocalSGDOptimizer) -> Tensor:
 def export(opt: LocalSGDOptimizer) -> Entries:
     """Anchor and outer state by parameter, placed like the parameter: copies.
 
-    Not views into the flat vectors: torch 2.13's ``Tensor.__reduce_ex__`` takes a DTensor whose local part has a
+    Not views into the flat vectors: torch 2.13's ``Tensor.__reduce_ex__`` takes a sharded one whose local part has a
     storage offset for an ordinary tensor, and cannot save it.
     """
     entries: Entries = {}
