@@ -81,6 +81,7 @@ METHODS = {
     "diloco": "DiLoCo",
     "diloco_warm": "DiLoCo, warm-up",
     "co2": "CO2",
+    "co2_warm": "CO2, warm-up",
     "co2_star": "CO2*",
     "edit": "EDiT",
     "a_edit": "A-EDiT",
@@ -617,7 +618,7 @@ def temperature_for(norms: Tensor, effective: float) -> float:
 
 
 class LearningRate:
-    """The inner learning rate, by method and number of replicas; one seed."""
+    """The inner learning rate, by method and number of replicas."""
 
     methods = ("baseline", "edit")
     replicas = (1, 2, 4)
@@ -625,7 +626,7 @@ class LearningRate:
     def runs(self, plan: Plan) -> dict[str, list[Run]]:
         """By method, replicas and rate."""
         return {
-            f"{method} {replicas} {lr:g}": plan.runs(method, lr=lr, replicas=replicas)[:1]
+            f"{method} {replicas} {lr:g}": plan.runs(method, lr=lr, replicas=replicas)
             for method in self.methods
             for replicas in self.replicas
             for lr in plan.rates
