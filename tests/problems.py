@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -65,6 +67,16 @@ def loss_of(model: nn.Module, step: int, replica: int, member: int = 0) -> Tenso
     dtype = next(model.parameters()).dtype
     x, y = batch(step, replica, member, dtype)
     return F.mse_loss(model(x), y)
+
+
+def random_steps(optimizer: Any, steps: int, seed: int) -> None:
+    """Steps with gradients out of nothing, for models that are never called; each ends a round that it is due for."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for p in optimizer.model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        optimizer.step()
+        optimizer._finish_round(asked=True)
 
 
 def layers_of(depth: int = 2) -> list[list[str]]:

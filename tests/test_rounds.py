@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import edit
-from problems import IN, OUT, Net, layers_of, loss_of, net, seeded
+from problems import IN, OUT, Net, layers_of, loss_of, net, random_steps, seeded
 from ranks import Exited, RankError, mesh, processes, threads
 from test_models import full, optimizer_of, same, shard
 
@@ -81,12 +81,7 @@ def stages(rank: int) -> Any:
     optimizer = optimizer_of(stage, grid, schedule=edit.EverySteps(2))
     reports: list[edit.RoundReport] = []
     optimizer.register_round_hook(reports.append)
-    generator = torch.Generator().manual_seed(rank)
-    for _ in range(4):
-        for p in stage.parameters():
-            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
-        optimizer.step()
-        optimizer._finish_round(asked=True)
+    random_steps(optimizer, 4, rank)
     return reports[-1].layers, reports[-1].norms, reports[-1].clip, [full(p) for p in stage.parameters()]
 
 

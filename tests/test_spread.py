@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import edit
-from problems import loss_of, net
+from problems import loss_of, net, random_steps
 from ranks import RankError, mesh, processes, threads
 from test_against_reference import check, ours
 from test_models import optimizer_of
@@ -70,12 +70,7 @@ def on_a_mesh(rank: int, offload: str | None, kind: str) -> Any:
     optimizer = optimizer_of(model, grid, schedule=edit.EverySteps(2), penalty=FULL, offload=offload)
     norms: list[Tensor] = []
     optimizer.register_round_hook(lambda report: norms.extend([report.norms, report.weights, report.clip]))
-    generator = torch.Generator().manual_seed(rank)
-    for _ in range(6):
-        for p in model.parameters():
-            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
-        optimizer.step()
-        optimizer._finish_round(asked=True)
+    random_steps(optimizer, 6, rank)
     return norms, values(model)
 
 
@@ -191,31 +186,6 @@ def test_resume_is_exact(shards: int, delay: int, at: Any) -> None:
     for failed, rounds in threads(2 * shards, run, "edit-tight", shards, at, timeout=60):
         assert failed == []
         assert rounds >= 3
-
-
-def test_a_round_half_applied_is_resumed() -> None:
-    class Stop(Exception):
-        pass
-
-    def fn(rank: int) -> None:
-        def stop(*_: Any) -> None:
-            raise Stop
-
-        run = Run(rank, "diloco", offload="replicas")
-        run.train(range(INTERVAL))
-        handle = run.model.blocks[0].register_forward_hook(stop)
-        with pytest.raises(Stop):
-            loss_of(run.model, 0, 0)
-        handle.remove()
-        state = snapshot(run.save())
-        run.train(range(INTERVAL, STEPS))
-        expected = run.end()
-        again = Run(rank, "diloco", seed=3, offload="replicas")
-        again.load(state)
-        again.train(range(INTERVAL, STEPS))
-        close(again.end()[0], expected[0])
-
-    threads(2, fn)
 
 
 def test_the_consensus_right_after_a_sync() -> None:

@@ -423,7 +423,8 @@ def test_states_of_different_rounds_are_refused_by_name() -> None:
     threads(2, fn)
 
 
-def test_a_round_half_applied_is_resumed() -> None:
+@pytest.mark.parametrize("offload", [None, "replicas"])
+def test_a_round_half_applied_is_resumed(offload: str | None) -> None:
     """An exception in the forward of a round leaves some layers new and some old; saved and resumed so."""
 
     class Stop(Exception):
@@ -433,7 +434,7 @@ def test_a_round_half_applied_is_resumed() -> None:
         def stop(*_: Any) -> None:
             raise Stop
 
-        run = Run(rank, "edit-tight", prefetch=0)
+        run = Run(rank, "edit-tight", prefetch=0, offload=offload)
         run.train(range(WARMUP + INTERVAL))
         handle = run.model.blocks[0].register_forward_hook(stop)
         with pytest.raises(Stop):
@@ -444,7 +445,7 @@ def test_a_round_half_applied_is_resumed() -> None:
         assert state["optimizer"]["state"][0]["edit_penalty.count"][0].tolist() == [1, 1, 0]
         run.train(range(WARMUP + INTERVAL, STEPS))
         expected = run.end()
-        again = Run(rank, "edit-tight", seed=3, prefetch=0)
+        again = Run(rank, "edit-tight", seed=3, prefetch=0, offload=offload)
         again.load(state)
         again.train(range(WARMUP + INTERVAL, STEPS))
         assert equal(again.end(), expected)
