@@ -101,8 +101,8 @@ def is_unit(module: nn.Module) -> bool:
 
 def _fsdp_state(module: nn.Module) -> Any:
     # The one private interface of torch that is used here: ``fully_shard([a, b])`` makes one unit of two
-    # modules, ``ignored_params`` leaves parameters out, and ``set_modules_to_forward_prefetch`` gathers a unit before its own forward; nothing
-    # public says which modules share a unit, what it holds or what it prefetches.
+    # modules, ``ignored_params`` leaves parameters out, and ``set_modules_to_forward_prefetch`` gathers a unit
+    # before its own forward; nothing public says which modules share a unit, what it holds or what it prefetches.
     try:
         return module._get_fsdp_state()  # type: ignore[operator]
     except AttributeError:
