@@ -74,6 +74,14 @@ class EMAZTest:
         keys = ("mean", "var", "count", "streak")
         return {key: torch.zeros(replicas, layers, dtype=torch.float64) for key in keys}
 
+    def expected(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """For messages and reports: μ ``mean`` and σ ``sigma`` of each replica's norms so far, ``[R, L]``; NaN where
+        there were none."""
+        c = 1 - (1 - self.alpha) ** state["count"]
+        mu = state["mean"] / c
+        # The floor, because equal norms would forbid any change.
+        return {"mean": mu, "sigma": torch.maximum((state["var"] / c).sqrt(), 1e-6 * mu)}
+
     def anomalous(self, norms: Tensor, live: Tensor, state: dict[str, Tensor]) -> Tensor:
         """Who is too far above its mean (:meth:`AnomalyTest.anomalous`).
 
@@ -83,10 +91,7 @@ class EMAZTest:
         m, v, n, k = (state[key] for key in ("mean", "var", "count", "streak"))
         a, g = self.alpha, norms
 
-        # Where n = 0, mu and sigma are NaN or 0 and not used.
-        c = 1 - (1 - a) ** n
-        mu = m / c
-        sigma = torch.maximum((v / c).sqrt(), 1e-6 * mu)  # the floor: equal norms would forbid any change
+        mu, sigma = self.expected(state).values()  # where n = 0, NaN, and not used
         anomalous = live & (n > 0) & (n >= self.warmup_rounds) & (g > mu + self.threshold * sigma)
 
         k.copy_(torch.where(live, torch.where(anomalous, k + 1, 0.0), k))

@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .background import side_stream
+from .watch import Watch
 
 REPLICATE = ("replicate", "dp_replicate")
 Work = dist.Work
@@ -226,6 +227,7 @@ class Replicas:
                     f"mesh must be the same on all ranks, but groups them as {said[first][1]} on rank {first} "
                     f"and as {theirs} on rank {rank}: build the same mesh on every rank"
                 )
+        self.watch = self._watch()
         self.leader = self.ranks[0]  # decides for all: one verdict, not one per CPU model
         self._replica_host = self._group("clock", self.grid, "cpu") if self.members > 1 else None
 
@@ -273,8 +275,34 @@ class Replicas:
                 mine = self._groups.get(key)
         return mine
 
+    def _watch(self) -> Watch | None:
+        """Who is late, by notes in the store through which the control group's ranks have found each other."""
+        if self.control is None or not hasattr(self.control, "get_group_store"):
+            return None
+        if (store := self.control.get_group_store()) is None:
+            return None
+        keys = {rank: f"edit/note/{rank}" for rank in sorted(self.ranks)}
+
+        def read() -> dict[int, str]:
+            return dict(zip(keys, (note.decode() for note in store.multi_get([*keys.values()])), strict=True))
+
+        limit = min(60.0, self.timeout.total_seconds() / 4)
+        mine = keys[self.rank]
+        watch = Watch(
+            self.rank, self.grid, limit, str(self.timeout), lambda note: store.set(mine, note), read
+        )
+        watch.start()
+        return watch
+
+    def note(self, round: int, stage: int) -> None:
+        """Let others know, should they wait for it, how far this rank has come."""
+        if self.watch is not None:
+            self.watch.note(round, stage)
+
     def close(self) -> None:
         """Destroy the groups."""
+        if self.watch is not None:
+            self.watch.close()
         for group in self._groups.values():
             if group is not None:
                 dist.destroy_process_group(group)
@@ -373,9 +401,11 @@ class Replicas:
 
     @contextmanager
     def naming(self, what: str) -> Iterator[None]:
-        """Re-raise a failed collective as a :class:`SyncError` that says what was being done."""
+        """Re-raise a failed collective as a :class:`SyncError` that says what was being done; while it waits long,
+        say for whom."""
         try:
-            yield
+            with self.watch.waiting(what) if self.watch is not None else nullcontext():
+                yield
         except SyncError:
             raise
         except RuntimeError as error:  # gloo's time-outs and lost connections, NCCL's DistBackendError

@@ -22,6 +22,7 @@ from .anchor import Anchor
 from .buffers import Buffers
 from .clock import ReplicaClock
 from .comm import Replicas, gather_early, is_unit, local, prefetched, reshard, unit_key
+from .events import Events
 from .hooks import Gate, GradientAverage
 from .layers import Layer, cut
 from .outer import Nesterov, Outer
@@ -142,6 +143,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         self._in_forward = self._in_consensus = False
         self._failure: BaseException | None = None
         self._saving: Future[Path] | None = None  # a checkpoint being written in the background
+        self._events = Events(log)
         self._round_hooks: OrderedDict[int, Callable[[RoundReport], None]] = OrderedDict()
 
         self.replicas = Replicas(mesh, timeout)
@@ -298,10 +300,18 @@ class LocalSGDOptimizer(WrappedOptimizer):
             self._round, self._due, self._start = None, False, None
             self.total_steps += int(round.steps.sum())
             self.rounds += 1
+            self._warn(round)
             if self._round_hooks:  # a report reads the device
                 report = round.report(self.total_steps)
                 for hook in list(self._round_hooks.values()):
                     hook(report)
+
+    def _warn(self, round: Round) -> None:
+        """Of what went wrong in it: on the leader, and on the first rank of the replica concerned."""
+        mine = self.replicas
+        for kind, replica, line in round.events():
+            if mine.rank == mine.leader or (replica == mine.index and mine.member == 0):
+                self._events.warn(kind, line)
 
     def _finish_round(self, asked: bool = False) -> None:
         """Do what no forward has reached; nothing is gathered or hooked until the next launch."""

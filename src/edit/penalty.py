@@ -86,10 +86,8 @@ class PseudoGradientPenalty:
 
     def weights(self, norms: Tensor, steps: Tensor, state: dict[str, Tensor]) -> Tensor:
         """Steps 1-5 of a sync; a layer that no replica moved has no weights (:meth:`Penalty.weights`)."""
-        s = steps.to(torch.float64).unsqueeze(1)  # [R, 1]
-        stepped = s > 0
-        mean = s.sum() / stepped.sum().clamp(min=1)
-        g = norms / torch.where(stepped, s / mean, 1.0) ** self.step_exponent
+        stepped = steps.unsqueeze(1) > 0
+        g = norms / self._relative(steps)
 
         # G is finite wherever g is; the other way round, a quotient may overflow.
         eligible = stepped & g.isfinite()
@@ -106,6 +104,18 @@ class PseudoGradientPenalty:
             w = torch.where(moved, torch.exp((least - g) / self.temperature), 0.0)
         total = w.sum(0)
         return torch.where(total > 0, w / total, 0.0)
+
+    def expected(self, steps: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """For messages and reports: what the test expects of the norms G of replicas that made ``steps``."""
+        expected = getattr(self.anomaly, "expected", None)
+        tables = {} if expected is None else expected(state)
+        return {name: table * self._relative(steps) for name, table in tables.items()}
+
+    def _relative(self, steps: Tensor) -> Tensor:
+        """``(s/s̄)^e``, ``[R, 1]``; 1 for a replica without steps."""
+        s = steps.to(torch.float64).unsqueeze(1)
+        mean = s.sum() / (s > 0).sum().clamp(min=1)
+        return torch.where(s > 0, s / mean, 1.0) ** self.step_exponent
 
     def clip(self, norm: Tensor) -> Tensor:
         """``min(1, φ / (norm + 1e-6))``."""

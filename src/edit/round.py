@@ -14,12 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import events
 from .anchor import Anchor
 from .background import Background
 from .buffers import Buffers
 from .comm import Replicas, SyncError, Work, reshard, wait
 from .layers import Layer
 from .penalty import Penalty
+from .watch import APPLYING, LAUNCHED
 
 State = dict[str, Tensor]
 
@@ -42,6 +44,8 @@ class Start:
 class RoundReport:
     """What one round did. Tensors are on the host, float64 unless said otherwise; R replicas, L layers."""
 
+    rank: int
+    """Whose report this is."""
     round: int
     """Number of the round, from 1."""
     layers: list[str]
@@ -52,6 +56,9 @@ class RoundReport:
     """Inner steps of all replicas so far."""
     norms: Tensor
     """``[R, L]``: G, the norm of each pseudo gradient."""
+    expected: dict[str, Tensor]
+    """``[R, L]`` each: what the penalty judged the norms by, as it names it (EMAZTest: ``mean``, ``sigma``, NaN
+    before the first norm). May be empty."""
     out: Tensor
     """``[R, L]`` bool: who had no part: left out, without steps, or of a weight so small that it is 0. (A layer
     that a replica did not move has weight 0, too, but is not called out.)"""
@@ -63,6 +70,8 @@ class RoundReport:
     """``[L]``: factor of the clip, 1 where nothing was clipped. NaN for layers that other ranks hold."""
     rolled_back: Tensor
     """``[L]`` bool: nobody was left, so every replica went back to the anchor."""
+    events: list[str]
+    """One line for every replica that was left out, and for the layers that rolled back. The log has them, too."""
     bytes_sent: int
     """By this rank to other replicas in this round."""
     seconds_total: float
@@ -143,6 +152,7 @@ class Round:
         extra[_TIME] = time.time() if replicas.member == 0 else 0.0
         self._measured = self._matrix[replicas.index :][:1]  # the rows of replicas that this rank measures
         self._thread: Background | None = None
+        replicas.note(number, LAUNCHED)
         self._launch()
 
     def _launch(self) -> None:
@@ -218,6 +228,8 @@ class Round:
         self.norms = self._matrix[:, :width].sqrt()
 
         self._new = {key: value.clone() for key, value in self.memory.items()}
+        expected = getattr(self.penalty, "expected", None)
+        self._expected: dict[str, Tensor] = {} if expected is None else expected(self.steps, self._new)
         weights = torch.zeros_like(self.norms)
         fault: Exception | None = None
         if replicas.index == 0 and replicas.member == 0:
@@ -297,6 +309,7 @@ class Round:
         self.decide()
         if not self._buffers_done:
             if self.start is None:
+                self.replicas.note(self.number, APPLYING)
                 self._combine_buffers()
             kept = self.start.buffers if self.start and self.late and self._takes_part else None
             self.buffers.apply(self._buffer_sum, kept)
@@ -381,6 +394,12 @@ class Round:
 
     # ------------------------------------------------------------------------------------------ report
 
+    def events(self) -> list[tuple[str, int | None, str]]:
+        """Who was left out, and which layers went back: kind, replica, line."""
+        return events.of_round(
+            self.number, self.columns, self.steps, self.norms, self.out, self.weights, self._expected
+        )
+
     def report(self, total_steps: int) -> RoundReport:
         """The report of a completed round; ``total_steps`` including this round's."""
         clip = self._clip
@@ -391,16 +410,19 @@ class Round:
                 clip[layer.column] = 1.0
         squares = self.weights.square().sum(0)
         return RoundReport(
+            rank=self.replicas.rank,
             round=self.number,
             layers=self.columns,
             steps=self.steps,
             total_steps=total_steps,
             norms=self.norms,
+            expected=self._expected,
             out=self.out,
             weights=self.weights,
             effective_replicas=torch.where(squares > 0, 1 / squares, 0.0),
             clip=clip,
             rolled_back=squares == 0,
+            events=[line for _, _, line in self.events()],
             bytes_sent=self.replicas.bytes_sent - self._bytes,
             seconds_total=time.perf_counter() - self._launched,
             seconds_waited=self._waited,
