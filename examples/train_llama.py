@@ -40,7 +40,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from tqdm import tqdm
 
 import edit
-from edit.monitor import TensorBoard
+from edit.monitor import JsonLines, TensorBoard
 from llama import SIZES, Llama
 
 METHODS = ("baseline", "local", "edit", "a_edit", "diloco", "post_local_sgd", "co2", "mean")
@@ -313,6 +313,10 @@ def train(
             f"{method}: "
             + (f"goes on from {path}" if path else f"no checkpoint in {checkpoints}: starts anew")
         )
+    if ours:
+        if not path:
+            (out / method / f"rounds.{rank}.jsonl").unlink(missing_ok=True)  # of an older run
+        optimizer.register_round_hook(JsonLines(out / method))
     if path:
         extra = edit.load(path, model, optimizer)
         scheduler.load_state_dict(extra["scheduler"])
@@ -556,6 +560,9 @@ def main() -> None:
         show(results, mesh)
         plot(results, out / "curves.png")
         print(f"Curves: {out / 'curves.png'}   More: tensorboard --logdir {out}")
+        ours = [method for method in args.methods if method not in ("baseline", "local")]
+        if ours:
+            print(f"Rounds: python -m edit.monitor {out / ours[0]}")
     dist.destroy_process_group()
 
 

@@ -21,7 +21,7 @@ from test_rounds import Normed
 
 ROOT = Path(__file__).parents[1]
 SOURCE = Path(edit.__file__).parent
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
@@ -180,7 +180,7 @@ def test_documented_warnings_are_in_the_code() -> None:
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
     ]
-    assert len(texts) == 5
+    assert len(texts) == 6
     for text in texts:
         phrases = re.split(r"\d+|\.\.\.|\[.*\]|\bmean\b", text.replace("\n ", ""))
         longest = max(phrases, key=len).strip()
@@ -245,9 +245,10 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """As GitHub makes them of headings, and the site of names of the reference."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    names = re.findall(r"^::: (\S+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings} | {*names}
 
 
 @each_page

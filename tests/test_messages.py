@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -131,24 +132,33 @@ def test_the_first_of_those_who_wait_says_once_for_whom(caplog: pytest.LogCaptur
 
     now = 2200.0
     with watches[1].waiting("round 4: averaging buffers"), watches[2].waiting("round 4: averaging buffers"):
-        assert look(1, 2259.0) == []
-        assert look(2, 2260.0) == []  # rank 1 is there to say it
-        assert look(1, 2265.0) == [
-            f"round 4: averaging buffers has waited 65 s, since {hour(2200)}, for replica 0 (rank 0), which launched "
+        assert look(1, 2259.0) == look(2, 2259.0) == []
+        assert look(2, 2260.0) == look(1, 2260.0) == []  # they let each other know that they wait
+        assert look(2, 2275.0) == []  # rank 1 is there to say it
+        assert look(1, 2275.0) == [
+            f"round 4: averaging buffers has waited 75 s, since {hour(2200)}, for replica 0 (rank 0), which launched "
             f"round 4 at {hour(2000)} and has not been heard of since; replica 2 (rank 4, 5), which built its "
             f"optimizer at {hour(1000)} and has not been heard of since. Time-out: 1:00:00"
         ]
         assert look(1, 2500.0) == []
     for rank in range(6):
         watches[rank].note(4, APPLYING)
-    with watches[0].waiting("round 4, layer a: sum of pseudo gradients"):
-        (line,) = look(0, 3500.0)
-        assert "though every rank has come to it" in line
-    assert look(0, 9999.0) == []
+    # Nobody is a round behind, and the leader is the one who does something else: the next one says so.
+    with ExitStack() as stack:
+        for rank in range(1, 6):
+            stack.enter_context(watches[rank].waiting("round 4, layer a: sum of pseudo gradients"))
+        assert [look(rank, 3500.0) for rank in range(1, 6)] == [[]] * 5
+        lines = [look(rank, 3515.0) for rank in range(1, 6)]
+    assert lines[1:] == [[]] * 4
+    assert lines[0] == [
+        f"round 4, layer a: sum of pseudo gradients has waited 1015 s, since {hour(2500)}; no rank is a round behind, and "
+        "rank 0 does not wait for the others. Time-out: 1:00:00"
+    ]
+    assert look(1, 9999.0) == []
 
 
-def late(rank: int) -> list[str]:
-    """Replica 1 comes when it hears that replica 0 has said that it is late."""
+def late(rank: int, who: int) -> list[str]:
+    """A replica comes when it hears that the other has said that it is late."""
     model = net()
     optimizer = edit.LocalSGDOptimizer(
         model, torch.optim.SGD, lr=0.1, schedule=edit.EverySteps(2), timeout=timedelta(seconds=8)
@@ -164,7 +174,7 @@ def late(rank: int) -> list[str]:
     logging.getLogger("edit.watch").addHandler(Listen())
     for step in range(2):
         loss_of(model, step, rank).backward()
-        if rank == 1 and step == 1:
+        if rank == who and step == 1:
             store.get("said")
         optimizer.step()
     optimizer.sync()
@@ -172,9 +182,11 @@ def late(rank: int) -> list[str]:
     return said
 
 
-def test_a_round_that_waits_says_who_is_late_before_the_time_out() -> None:
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_round_that_waits_says_who_is_late_before_the_time_out(who: int) -> None:
     """The limit is a quarter of the time-out, here 2 s."""
-    (line,), nothing = processes(2, late)
-    assert nothing == []
+    said = processes(2, late, who)
+    assert said[who] == []
+    (line,) = said[1 - who]
     assert "round 1: exchange of norms has waited" in line
-    assert "for replica 1 (rank 1), which built its optimizer at" in line
+    assert f"for replica {who} (rank {who}), which built its optimizer at" in line

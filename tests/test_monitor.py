@@ -84,9 +84,8 @@ def test_a_run_that_was_killed_in_a_line_and_went_on(tmp_path: Path) -> None:
     with open(tmp_path / "rounds.0.jsonl", "a") as file:
         file.write('{"time": 12')
     assert read(tmp_path).rounds == [1, 2, 3]
-    (tmp_path / "rounds.0.jsonl").write_text(
-        (tmp_path / "rounds.0.jsonl").read_text().rpartition("\n")[0] + "\n"
-    )
+    written(tmp_path, report(2), begin=400.0)
+    assert read(tmp_path).rounds == [1, 2]  # what was after it is no longer the run's
     written(tmp_path, report(2), report(3), report(4), begin=500.0)
     log = read(tmp_path)
     assert log.rounds == [1, 2, 3, 4]
@@ -98,7 +97,9 @@ def test_what_is_no_log_says_so(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"holds none: register edit\.monitor\.JsonLines"):
         read(tmp_path)
     (tmp_path / "rounds.0.jsonl").write_text("hello\nworld\n")
-    with pytest.raises(ValueError, match=r"rounds\.0\.jsonl, line 1, must be JSON, but is 'hello'"):
+    with pytest.raises(
+        ValueError, match=r"rounds\.0\.jsonl must hold lines of JSON, but begins with 'hello'"
+    ):
         read(tmp_path)
     written(tmp_path / "a" / "x", report(1))
     written(tmp_path / "a" / "y", report(1))

@@ -77,10 +77,14 @@ class EMAZTest:
     def expected(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """For messages and reports: μ ``mean`` and σ ``sigma`` of each replica's norms so far, ``[R, L]``; NaN where
         there were none."""
+        mu, sigma = self._moments(state)
+        return {"mean": mu, "sigma": sigma}
+
+    def _moments(self, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         c = 1 - (1 - self.alpha) ** state["count"]
         mu = state["mean"] / c
         # The floor, because equal norms would forbid any change.
-        return {"mean": mu, "sigma": torch.maximum((state["var"] / c).sqrt(), 1e-6 * mu)}
+        return mu, torch.maximum((state["var"] / c).sqrt(), 1e-6 * mu)
 
     def anomalous(self, norms: Tensor, live: Tensor, state: dict[str, Tensor]) -> Tensor:
         """Who is too far above its mean (:meth:`AnomalyTest.anomalous`).
@@ -91,7 +95,7 @@ class EMAZTest:
         m, v, n, k = (state[key] for key in ("mean", "var", "count", "streak"))
         a, g = self.alpha, norms
 
-        mu, sigma = self.expected(state).values()  # where n = 0, NaN, and not used
+        mu, sigma = self._moments(state)  # where n = 0, NaN, and not used
         anomalous = live & (n > 0) & (n >= self.warmup_rounds) & (g > mu + self.threshold * sigma)
 
         k.copy_(torch.where(live, torch.where(anomalous, k + 1, 0.0), k))

@@ -31,6 +31,7 @@ from .background import side_stream
 from .watch import Watch
 
 REPLICATE = ("replicate", "dp_replicate")
+PIPELINE = "pp"
 Work = dist.Work
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 
@@ -167,7 +168,8 @@ class Replicas:
 
     Args:
         mesh: has a dimension named ``replicate`` (or ``dp_replicate``); the ranks that share its coordinate
-            form a replica. ``None``: every rank is a replica. Without a process group: one replica.
+            form a replica. If one is named ``pp``, ranks that differ in it hold different stages of the model.
+            ``None``: every rank is a replica. Without a process group: one replica.
         timeout: of the package's own groups.
     """
 
@@ -212,6 +214,8 @@ class Replicas:
         self.index, self.member = where[0].tolist()
         self.ranks = [rank for row in self.grid for rank in row]
         self.rank = me
+        piped = wrong is None and mesh is not None and PIPELINE in (mesh.mesh_dim_names or ())
+        self.stage: int | None = mesh.get_local_rank(PIPELINE) if mesh is not None and piped else None
         self.everyone = len(self.ranks) == 1 or len(self.ranks) == dist.get_world_size()
         self.control = self._group("control", [self.ranks], "cpu")
         said = self.gather_objects((wrong and f"{type(wrong).__name__}: {wrong}", self.grid))
@@ -288,6 +292,11 @@ class Replicas:
 
         limit = min(60.0, self.timeout.total_seconds() / 4)
         mine = keys[self.rank]
+        try:  # a file's store cannot; nor can one that somebody has made for himself
+            store.set(mine, "")
+            store.multi_get([mine])
+        except RuntimeError:
+            return None
         watch = Watch(
             self.rank, self.grid, limit, str(self.timeout), lambda note: store.set(mine, note), read
         )

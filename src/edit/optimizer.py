@@ -37,6 +37,7 @@ from .setup import (
     check_settings,
     compare,
     describe_layer,
+    tell_stages_apart,
     units_of,
 )
 from .spread import SpreadRound, pieces
@@ -359,6 +360,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         Raises:
             RuntimeError: with ``offload="replicas"``, steps were made since the last round.
         """
+        self._check_itself()
         if not self._anchor.taken or self._in_consensus:
             yield self.model
             return
@@ -422,6 +424,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         Raises:
             OSError, RuntimeError: that checkpoint could not be written. All else is done.
         """
+        self._check_itself()
         saving, self._saving = self._saving, None
         if saving is not None:
             wait([saving])
@@ -463,11 +466,15 @@ class LocalSGDOptimizer(WrappedOptimizer):
         mine = {
             "settings": {**self._settings, "inner": type(self.inner).__name__},
             "layers": {layer.name: describe_layer(layer) for layer in self._layers},
+            "stage": replicas.stage,
         }
-        said = compare(replicas, mine)
-        self._columns = list(dict.fromkeys(name for rank in replicas.ranks for name in said[rank]["layers"]))
+        names = tell_stages_apart(compare(replicas, mine))
+        for layer in self._layers:
+            layer.name = names[replicas.rank][layer.name]
+        has = {rank: set(of_rank.values()) for rank, of_rank in names.items()}
+        self._columns = list(dict.fromkeys(name for rank in replicas.ranks for name in names[rank].values()))
         everywhere = {
-            name: [tuple(rank for rank in row if name in said[rank]["layers"]) for row in replicas.grid]
+            name: [tuple(rank for rank in row if name in has[rank]) for row in replicas.grid]
             for name in self._columns
         }
         holders = {name: of_replicas[replicas.index] for name, of_replicas in everywhere.items()}
@@ -583,7 +590,16 @@ class LocalSGDOptimizer(WrappedOptimizer):
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         return not any(bool(local(grad).any()) for grad in grads)
 
+    def _check_itself(self) -> None:
+        if "inner" not in vars(self):
+            raise RuntimeError(
+                f"{type(self).__name__} only looks like the LocalSGDOptimizer that it wraps (as Lightning Fabric's "
+                "optimizers do), and what is called on it would change the wrapper's counters in place of the "
+                "optimizer's: keep the optimizer itself, and call this on it"
+            )
+
     def _check_usable(self) -> None:
+        self._check_itself()
         if self._failure is not None:
             raise RuntimeError(
                 f"this LocalSGDOptimizer can no longer be used: {self._failure}"

@@ -42,6 +42,9 @@ class Penalty(Protocol):
         """
         ...
 
+    # It may have, for messages and reports, ``expected(steps, state) -> dict[str, Tensor]``: by name, tables ``[R, L]``
+    # of what the norms were judged by. Asked on every rank after a round, with the state before it.
+
 
 @dataclass(frozen=True)
 class PseudoGradientPenalty:

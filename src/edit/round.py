@@ -131,7 +131,7 @@ class Round:
         self.buffers, self.inner, self.prefetch, self.number = buffers, inner, prefetch, number
         self.start, self.late, self.elements = start, late, elements
         self.moved, self.problem = steps > 0, problem
-        self.decided = False
+        self.decided = self._noted = False
         self.done = 0  # layers, counted in order
         self._deltas: list[Tensor] | None = None
         self._sent = 0
@@ -208,6 +208,9 @@ class Round:
 
     def decide(self) -> None:
         """Wait for the verdicts; late, for all traffic."""
+        if not self._noted:
+            self.replicas.note(self.number, APPLYING)
+            self._noted = True
         if self._thread is not None:
             with self._waiting():
                 self._thread.wait()
@@ -228,8 +231,7 @@ class Round:
         self.norms = self._matrix[:, :width].sqrt()
 
         self._new = {key: value.clone() for key, value in self.memory.items()}
-        expected = getattr(self.penalty, "expected", None)
-        self._expected: dict[str, Tensor] = {} if expected is None else expected(self.steps, self._new)
+        self._before = {key: value.clone() for key, value in self.memory.items()}
         weights = torch.zeros_like(self.norms)
         fault: Exception | None = None
         if replicas.index == 0 and replicas.member == 0:
@@ -309,7 +311,6 @@ class Round:
         self.decide()
         if not self._buffers_done:
             if self.start is None:
-                self.replicas.note(self.number, APPLYING)
                 self._combine_buffers()
             kept = self.start.buffers if self.start and self.late and self._takes_part else None
             self.buffers.apply(self._buffer_sum, kept)
@@ -394,10 +395,24 @@ class Round:
 
     # ------------------------------------------------------------------------------------------ report
 
+    def expected(self) -> dict[str, Tensor]:
+        """What the penalty judged by, if it says so. Asked after the round, when an error in it stops nobody else."""
+        if not hasattr(self.penalty, "expected"):
+            return {}
+        tables: dict[str, Tensor] = self.penalty.expected(self.steps, self._before)
+        if wrong := [name for name, table in tables.items() if table.shape != self.norms.shape]:
+            raise ValueError(
+                f"penalty.expected must return tables of shape {tuple(self.norms.shape)} (replicas, layers), but "
+                f"{wrong} are not: leave the method out, or give one number for each"
+            )
+        return tables
+
     def events(self) -> list[tuple[str, int | None, str]]:
         """Who was left out, and which layers went back: kind, replica, line."""
+        if not bool(self.out.any()):
+            return []
         return events.of_round(
-            self.number, self.columns, self.steps, self.norms, self.out, self.weights, self._expected
+            self.number, self.columns, self.steps, self.norms, self.out, self.weights, self.expected()
         )
 
     def report(self, total_steps: int) -> RoundReport:
@@ -416,7 +431,7 @@ class Round:
             steps=self.steps,
             total_steps=total_steps,
             norms=self.norms,
-            expected=self._expected,
+            expected=self.expected(),
             out=self.out,
             weights=self.weights,
             effective_replicas=torch.where(squares > 0, 1 / squares, 0.0),

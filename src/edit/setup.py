@@ -57,6 +57,22 @@ def _same(what: str, a: int, of_a: dict[str, Any], b: int, of_b: dict[str, Any])
             )
 
 
+def tell_stages_apart(said: dict[int, dict[str, Any]]) -> dict[int, dict[str, str]]:
+    """By rank, what each layer is called everywhere: its name, and the stage where several stages of a pipeline have
+    one of that name, as they all have a root."""
+    stages: dict[str, set[int | None]] = {}
+    for told in said.values():
+        for name in told["layers"]:
+            stages.setdefault(name, set()).add(told["stage"])
+
+    def called(name: str, stage: int | None) -> str:
+        return f"{name} (stage {stage})" if len(stages[name]) > 1 else name
+
+    return {
+        rank: {name: called(name, told["stage"]) for name in told["layers"]} for rank, told in said.items()
+    }
+
+
 def units_of(model: nn.Module) -> list[nn.Module]:
     """The ``fully_shard``ed modules."""
     return [module for module in model.modules() if is_unit(module)]

@@ -1,7 +1,8 @@
 """Who is late: while a rank waits long for others, one line says for whom, and since when.
 
-Ranks leave a note in a store that all can read, twice in a round, when they get that far; nobody waits for a note.
-One thread, which sleeps most of the time, compares the notes while something is waited for.
+Ranks leave a note in a store that all can read: twice in a round, when they get that far, and when they have waited
+long. Nobody waits for a note. One thread, which sleeps most of the time, compares the notes then; of those who wait,
+the lowest rank speaks.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Watch:
         self._write, self._read, self._now = write, read, now
         self._pending: dict[int, tuple[str, float]] = {}  # by thread: what it waits for, since when
         self._said: set[tuple[str, float]] = set()
-        self._events = Events(log, seconds=10 * limit)
+        self._waits = False  # longer than the limit
+        self._events = Events(log, seconds=10 * limit, clock=now)
         self._stop = threading.Event()
         self.note(0, BUILT)
 
@@ -65,10 +67,14 @@ class Watch:
 
     def note(self, round: int, stage: int) -> None:
         """Let others know how far this rank has come."""
-        with suppress(
-            RuntimeError
-        ):  # a store that is gone shows in the next collective, with a better message
-            self._write(f"{round} {stage} {self._now()}")
+        self._reached = round, stage, self._now()
+        self._leave_note()
+
+    def _leave_note(self) -> None:
+        round, stage, at = self._reached
+        # A store that is gone shows in the next collective, with a better message.
+        with suppress(RuntimeError):
+            self._write(f"{round} {stage} {self._waits:d} {at}")
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -79,32 +85,35 @@ class Watch:
             yield
         finally:
             self._said.discard(self._pending.pop(me))
+            if self._waits:
+                self._waits = False
+                self._leave_note()
 
     def look(self) -> None:
-        """If something has been waited for longer than the limit, say so, once."""
+        """If something has been waited for longer than the limit, say so, once, unless a lower rank that waits does."""
         for entry in list(self._pending.values()):
             what, since = entry
-            if self._now() - since >= self.limit and entry not in self._said:
-                self._said.add(entry)
-                if (line := self._line(what, since)) is not None:
-                    self._events.warn("late", line)
+            if self._now() - since < self.limit or entry in self._said:
+                continue
+            if not self._waits:
+                self._waits = True
+                self._leave_note()
+                return  # whoever else waits has left its note by the next look
+            self._said.add(entry)
+            if (line := self._line(what, since)) is not None:
+                self._events.warn("late", line)
 
     def _line(self, what: str, since: float) -> str | None:
         notes = {rank: note.split() for rank, note in self._read().items()}
-        reached = {rank: (int(number), int(stage)) for rank, (number, stage, _) in notes.items()}
-        late = {rank for rank in reached if reached[rank] < max(reached.values())}
-        if self.rank != min(reached.keys() - late):  # one line, not one from every rank
+        if any(rank < self.rank and int(note[2]) for rank, note in notes.items()):
             return None
-        waited = f"{what} has waited {self._now() - since:.0f} s, since {_clock(since)},"
-        if not late:
-            return (
-                f"{waited} though every rank has come to it: a link, or a rank in mid-transfer, hangs. Time-out: "
-                f"{self._timeout}"
-            )
+        waited = f"{what} has waited {self._now() - since:.0f} s, since {_clock(since)}"
+        reached = {rank: (int(note[0]), int(note[1])) for rank, note in notes.items()}
+        late = {rank for rank in reached if reached[rank] < max(reached.values())}
         whom = []
         for replica, members in enumerate(self._grid):
             if behind := sorted(late.intersection(members)):
-                number, stage, at = min((*reached[rank], float(notes[rank][2])) for rank in behind)
+                number, stage, at = min((*reached[rank], float(notes[rank][3])) for rank in behind)
                 did = ("built its optimizer", f"launched round {number}", f"came to apply round {number}")[
                     stage
                 ]
@@ -112,7 +121,14 @@ class Watch:
                     f"replica {replica} (rank {', '.join(map(str, behind))}), which {did} at {_clock(at)} and has not "
                     "been heard of since"
                 )
-        return f"{waited} for " + "; ".join(whom) + f". Time-out: {self._timeout}"
+        if whom:
+            return f"{waited}, for " + "; ".join(whom) + f". Time-out: {self._timeout}"
+        idle = sorted(rank for rank, note in notes.items() if not int(note[2]))
+        return (
+            f"{waited}; no rank is a round behind"
+            + f", and rank {', '.join(map(str, idle[:8]))} does not wait for the others" * bool(idle)
+            + f". Time-out: {self._timeout}"
+        )
 
 
 def _look_again(watch: weakref.ref[Watch], stop: threading.Event, seconds: float) -> None:

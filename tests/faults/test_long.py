@@ -35,7 +35,7 @@ def resident() -> float:
 
 
 def soak(rank: int, settings: dict[str, Any]) -> tuple[list[float], list[float], list[int]]:
-    """Memory, time and live tensors after every 100 rounds."""
+    """Memory, CPU seconds and live tensors after every 100 rounds."""
     model = net(dtype=torch.float32)
     optimizer = optimizer_of(model, mesh(2, 1), schedule=edit.EverySteps(1), **settings)
     reports: list[int] = []
@@ -47,12 +47,14 @@ def soak(rank: int, settings: dict[str, Any]) -> tuple[list[float], list[float],
         optimizer.step()
         optimizer.zero_grad()
         if step % EVERY == 0:
+            optimizer.sync()  # no thread is under way
             gc.collect()
             memory.append(resident())
-            times.append(time.perf_counter())
+            times.append(time.process_time())
             tensors.append(sum(isinstance(o, Tensor) for o in gc.get_objects()))
     optimizer.sync()
     assert reports == list(range(1, optimizer.rounds + 1))
+    assert optimizer.rounds >= ROUNDS
     optimizer.close()
     return memory, times, tensors
 

@@ -19,10 +19,11 @@ def main() -> None:
         log = read(options.run_dir)
     except (FileNotFoundError, ValueError) as error:
         parser.exit(1, f"{error}\n")
-    print(summary(log, options.run_dir.name), end="")
+    name = options.run_dir.resolve().name
+    print(summary(log, name), end="")
     path = options.png or options.run_dir / "rounds.png"
     try:
-        draw(log, path, options.run_dir.name)
+        draw(log, path, name)
     except ImportError:
         print("no picture: it needs matplotlib (pip install matplotlib)")
     else:

@@ -86,7 +86,10 @@ def _scalars(report: RoundReport, per_layer: bool) -> Iterator[tuple[str, float]
 def _heat_maps(report: RoundReport) -> Iterator[tuple[str, Tensor]]:
     """Tag and ``[height, width, 3]`` float, 0 to 1."""
     finite = torch.where(report.norms.isfinite(), report.norms, torch.nan)
-    yield "heat/norm", _image((report.norms / finite.nanmean(0)).log2().nan_to_num(nan=2.0) / 2)
+    yield (
+        "heat/norm",
+        _image((report.norms / finite.nanmean(0).clamp(min=1e-30)).log2().nan_to_num(nan=2.0) / 2),
+    )
     yield "heat/weight", _image(report.weights)
     yield "heat/out", _image(report.out.double())
 
@@ -114,15 +117,21 @@ class JsonLines:
     """
 
     def __init__(self, log_dir: str | Path, time: Callable[[], float] = time.time) -> None:
-        self._folder, self._time = Path(log_dir), time
+        self._folder, self._time, self._mended = Path(log_dir), time, False
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, report: RoundReport) -> None:
         """Append ``report``."""
         line = {"time": self._time(), **{f.name: _plain(getattr(report, f.name)) for f in fields(report)}}
         # Opened anew: nothing to close, nothing that a fork or an exit would write twice.
-        with open(self._folder / f"rounds.{report.rank}.jsonl", "a") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+        path = self._folder / f"rounds.{report.rank}.jsonl"
+        text = json.dumps(line, allow_nan=False) + "\n"
+        if not self._mended:  # the last line of a run that was killed may be half
+            self._mended = True
+            if path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+                text = "\n" + text
+        with open(path, "a") as file:
+            file.write(text)
 
 
 def _plain(value: Any) -> Any:

@@ -102,25 +102,28 @@ def _lines(folder: Path) -> tuple[dict[int, dict[int, Line]], list[int]]:
         )
     found: list[Line] = []
     for file in files:
-        text = file.read_text().splitlines()
-        for number, line in enumerate(text, 1):
-            try:
-                found.append(json.loads(line))
-            except json.JSONDecodeError:
-                if number < len(text):  # the last one may be half a line, of a run that was killed
-                    raise ValueError(f"{file}, line {number}, must be JSON, but is {line[:50]!r}") from None
+        lines = file.read_text().splitlines()
+        whole = [
+            line for line in lines if line.startswith("{") and line.endswith("}")
+        ]  # a killed run leaves a half
+        if lines and not whole and len(lines) > 1:
+            raise ValueError(f"{file} must hold lines of JSON, but begins with {lines[0][:50]!r}")
+        found += map(json.loads, whole)
     if not found:
         raise FileNotFoundError(
             f"{folder} must hold rounds.{{rank}}.jsonl, but holds none: register edit.monitor.JsonLines({str(folder)!r}) "
             "as a round hook"
         )
-    newest: Line = max(found, key=lambda line: line["time"])
-    shape = newest["layers"], len(newest["steps"])
-    lines: dict[int, dict[int, Line]] = {}
+    rounds: dict[int, dict[int, Line]] = {}
+    shape = None
     for entry in sorted(found, key=lambda entry: float(entry["time"])):
-        if (entry["layers"], len(entry["steps"])) == shape:
-            lines.setdefault(entry["round"], {})[entry["rank"]] = entry
-    return lines, sorted({rank for of_round in lines.values() for rank in of_round})
+        if (entry["layers"], len(entry["steps"])) != shape:
+            rounds, shape = {}, (entry["layers"], len(entry["steps"]))
+        number, rank = entry["round"], entry["rank"]
+        if rank in rounds.get(number, {}):  # done again: the run went on from a checkpoint before it
+            rounds = {n: lines for n, lines in rounds.items() if n <= number}
+        rounds.setdefault(number, {})[rank] = entry
+    return rounds, sorted({rank for of_round in rounds.values() for rank in of_round})
 
 
 def _numbers(value: Any) -> Any:

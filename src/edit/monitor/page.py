@@ -40,10 +40,14 @@ def _facts(log: Log, name: str) -> Iterator[tuple[str, str]]:
     else:
         share = log.steps.sum(0)[slowest] / log.steps.sum(0).mean()
         yield "slowest", f"replica {slowest}: {share:.2f} of the mean number of steps"
-    effective = log.effective_replicas
+    made = log.steps.sum(-1) > 0  # sync() may end with a round to which nobody has anything to say
+    effective = torch.where(made.unsqueeze(-1), log.effective_replicas, float(replicas))
     least = int(effective.argmin())
     where = f"{log.layers[least % layers]}, round {log.rounds[least // layers]}"
-    yield "effective replicas", f"mean {effective.mean():.2f}, least {effective.min():.2f} ({where})"
+    yield (
+        "effective replicas",
+        f"mean {log.effective_replicas[made].mean():.2f}, least {effective.min():.2f} ({where})",
+    )
     yield (
         "sent",
         f"{_bytes(_mean(log.bytes_sent.nansum(0)))} per rank, {_bytes(_mean(log.bytes_sent))} per round",
@@ -64,9 +68,10 @@ def _facts(log: Log, name: str) -> Iterator[tuple[str, str]]:
                 f"out, replica {replica}",
                 f"{moved[:, replica].mean():.1%} of its layers and rounds; in {len(in_rounds)} rounds: {_list(in_rounds)}",
             )
-    if log.rolled_back.any():
+    back = log.rolled_back.any(-1) & made
+    if back.any():
         quiet = False
-        in_rounds = [log.rounds[k] for k in log.rolled_back.any(-1).nonzero().flatten().tolist()]
+        in_rounds = [log.rounds[k] for k in back.nonzero().flatten().tolist()]
         yield "rolled back", f"layers in {len(in_rounds)} rounds: {_list(in_rounds)}"
     if quiet:
         yield "out, rolled back", "nobody, nothing"
