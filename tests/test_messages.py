@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import edit
 from edit.events import Events, of_round
+from edit.setup import tell_stages_apart
 from edit.watch import APPLYING, LAUNCHED, Watch
 from problems import loss_of, net
 from ranks import processes, threads
@@ -190,3 +191,19 @@ def test_a_round_that_waits_says_who_is_late_before_the_time_out(who: int) -> No
     (line,) = said[1 - who]
     assert "round 1: exchange of norms has waited" in line
     assert f"for replica {who} (rank {who}), which built its optimizer at" in line
+
+
+# ------------------------------------------------------------------------------------------ stages' names
+
+
+def test_layers_of_one_name_in_two_stages_are_two() -> None:
+    said = {
+        0: {"stage": 0, "layers": {"(root)": [], "blocks.0": []}},
+        1: {"stage": 1, "layers": {"(root)": [], "blocks.1": []}},
+    }
+    assert tell_stages_apart(said) == {
+        0: {"(root)": "(root) (stage 0)", "blocks.0": "blocks.0"},
+        1: {"(root)": "(root) (stage 1)", "blocks.1": "blocks.1"},
+    }
+    one = {rank: {"stage": None, "layers": {"(root)": []}} for rank in (0, 1)}
+    assert tell_stages_apart(one) == {0: {"(root)": "(root)"}, 1: {"(root)": "(root)"}}
