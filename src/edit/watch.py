@@ -104,7 +104,7 @@ class Watch:
                 self._events.warn("late", line)
 
     def _line(self, what: str, since: float) -> str | None:
-        notes = {rank: note.split() for rank, note in self._read().items()}
+        notes = {rank: note.split() for rank, note in self._read().items() if note}
         if any(rank < self.rank and int(note[2]) for rank, note in notes.items()):
             return None
         waited = f"{what} has waited {self._now() - since:.0f} s, since {_clock(since)}"
