@@ -207,3 +207,32 @@ def test_layers_of_one_name_in_two_stages_are_two() -> None:
     }
     one = {rank: {"stage": None, "layers": {"(root)": []}} for rank in (0, 1)}
     assert tell_stages_apart(one) == {0: {"(root)": "(root)"}, 1: {"(root)": "(root)"}}
+
+
+# ------------------------------------------------------------------------- what only looks like the optimizer
+
+
+class Imitation:
+    """As Lightning Fabric's wrapper: derived from the optimizer's class when it is made, empty but for a reference."""
+
+    def __init__(self, optimizer: edit.LocalSGDOptimizer) -> None:
+        self._optimizer = optimizer
+        self.__class__ = type("FabricLocalSGDOptimizer", (Imitation, type(optimizer)), {})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+def test_a_wrapper_that_imitates_the_optimizer_is_told_so_and_changes_nothing() -> None:
+    optimizer = edit.LocalSGDOptimizer(net(), torch.optim.SGD, lr=0.1, schedule=edit.EverySteps(1))
+    wrapped: Any = Imitation(optimizer)
+    for call in (wrapped.sync, wrapped.close, lambda: wrapped.consensus().__enter__(), wrapped.refresh):
+        with pytest.raises(
+            RuntimeError, match="FabricLocalSGDOptimizer only looks like the LocalSGDOptimizer"
+        ):
+            call()
+    assert vars(wrapped).keys() == {"_optimizer"}
+    loss_of(optimizer.model, 0, 0).backward()
+    optimizer.step()
+    optimizer.sync()
+    assert optimizer.rounds == 2  # hooks and groups are still there
