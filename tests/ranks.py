@@ -10,8 +10,8 @@ Threads that call different collectives, or would wait for each other for ever, 
 
 What threads cannot show (use `processes` for it):
 
-* Work is complete when a collective returns, `async_op=True` or not: a rank waits *in the call*. Two ranks
-  that use two groups in different orders are a deadlock here, although gloo would finish.
+* Work is complete when a collective returns, `async_op=True` or not: a rank waits *in the call* (but for
+  `broadcast`). Two ranks that use two groups in different orders are a deadlock here, although gloo would finish.
 * The random state is one for all ranks, and their order is not fixed: draw from a `torch.Generator` of your
   own, or before the ranks start. Default dtype, warnings and `os.environ` are shared too.
 * The default group serves "cpu" and "cuda"; `get_backend_config()` says `cpu:threaded,cuda:threaded`.
@@ -40,6 +40,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -164,6 +165,7 @@ def _threaded_world(watch: _Watch) -> Iterator[dist.Store]:
         with (
             watch.installed(),
             _named_groups(),
+            _broadcasts_beside(watch),
             _threads_of_ranks(watch),
         ):
             yield dist.HashStore()
@@ -216,6 +218,41 @@ def _named_groups() -> Iterator[None]:
         mock.patch.object(group, "pg_name", property(lambda self: self._name)),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _broadcasts_beside(watch: _Watch) -> Iterator[None]:
+    """A rank says that it will receive long before it needs what is sent, and goes on."""
+    broadcast = threaded.ProcessLocalGroup.broadcast
+
+    def beside(group: dist.ProcessGroup, tensors: Any, opts: Any) -> dist.Work:
+        begin = functools.partial(broadcast, group, tensors, opts)
+        return _Beside(begin, watch) if opts.asyncOp else begin()
+
+    with mock.patch.object(threaded.ProcessLocalGroup, "broadcast", beside):
+        yield
+
+
+class _Beside(dist.Work):
+    """A collective in a thread."""
+
+    def __init__(self, begin: Callable[[], dist.Work], watch: _Watch) -> None:
+        super().__init__()
+        self.work: Future[dist.Work] = Future()
+        self.thread = _Thread(watch, target=self.run, args=(begin,), daemon=True)
+        self.thread.start()
+
+    def run(self, begin: Callable[[], dist.Work]) -> None:
+        try:
+            self.work.set_result(begin())
+        except BaseException as error:
+            self.work.set_exception(error)
+
+    def is_completed(self) -> bool:
+        return self.work.done()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return self.work.result().wait(timeout)
 
 
 class _Watch:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -27,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .background import side_stream
+from .background import Stopped, side_stream, stop_event
 from .watch import Watch
 
 REPLICATE = ("replicate", "dp_replicate")
@@ -214,8 +213,7 @@ class Replicas:
         self.index, self.member = where[0].tolist()
         self.ranks = [rank for row in self.grid for rank in row]
         self.rank = me
-        piped = wrong is None and mesh is not None and PIPELINE in (mesh.mesh_dim_names or ())
-        self.stage: int | None = mesh.get_local_rank(PIPELINE) if mesh is not None and piped else None
+        self.stage: int | None = None if wrong is not None else _stage(mesh)
         self.everyone = len(self.ranks) == 1 or len(self.ranks) == dist.get_world_size()
         self.control = self._group("control", [self.ranks], "cpu")
         said = self.gather_objects((wrong and f"{type(wrong).__name__}: {wrong}", self.grid))
@@ -425,22 +423,32 @@ class Replicas:
             ) from error
 
 
-def wait(work: Work | None, *, on_host: bool, in_thread: bool) -> None:
+def wait(work: Work | None, *, on_host: bool) -> None:
     """Wait for ``work``; on a device its stream does, not the host.
 
-    In a daemon thread by looking now and then, never inside the backend: where the interpreter ends meanwhile, it
-    ends such threads as they return to it, and one that is inside C++ would abort the process.
+    Raises:
+        Stopped: in a thread that was told to stop. There the host looks now and then, and never waits inside the
+            backend, where nothing could tell it.
     """
     if work is None:
         return
-    while on_host and in_thread and not work.is_completed():
-        time.sleep(0.003)
+    if on_host and (stop := stop_event()) is not None:
+        while not work.is_completed():
+            if stop.wait(0.003):
+                raise Stopped
     work.wait()
 
 
 def _work(work: Work | None) -> Work:
     assert work is not None  # async_op=True, on a member of the group
     return work
+
+
+def _stage(mesh: DeviceMesh | None) -> int | None:
+    """Which stage of a pipeline this rank holds; ``None``: the whole model."""
+    if mesh is None or PIPELINE not in (mesh.mesh_dim_names or ()) or mesh[PIPELINE].size() == 1:
+        return None
+    return mesh.get_local_rank(PIPELINE)
 
 
 def _grid(mesh: DeviceMesh | None) -> Tensor:

@@ -280,6 +280,12 @@ class LocalSGDOptimizer(WrappedOptimizer):
         keys = [unit_key(module), *prefetched(module)] if is_unit(module) else []
         units = [self._units[key] for key in keys if key in self._units]
         if self._due:
+            if self._round is None and self.replicas.stage is not None:
+                raise RuntimeError(
+                    "a round was under way when this state was saved, and all ranks launch it together, which "
+                    "stages of a pipeline cannot in a forward, as later ones wait for earlier ones: call sync(), on "
+                    "all ranks, after loading"
+                )
             self._advance(max([index, *(number for number, _ in units)]))
         for _, unit in units:
             if unit in self._fresh:
@@ -434,6 +440,8 @@ class LocalSGDOptimizer(WrappedOptimizer):
         self._stop_averaging()
         self._gate.open = False
         self._failure = self._failure or RuntimeError("close() was called")
+        if self._round is not None:
+            self._round.stop()
         self.replicas.close()
         if saving is not None:
             saving.result()

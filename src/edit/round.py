@@ -150,6 +150,11 @@ class Round:
         extra[_STEPS], extra[_STEPS_SQUARED] = steps, steps**2
         extra[_FLAGS] = float(called) + (_PROBLEM if problem else 0.0)
         extra[_TIME] = time.time() if replicas.member == 0 else 0.0
+        self.weights = torch.zeros(replicas.count, len(columns), dtype=torch.float64)
+        # From the leader: whether all is well, the weights, the penalty's new state.
+        sizes = [1, self.weights.numel(), *(value.numel() for value in memory.values())]
+        self._told = torch.zeros(sum(sizes), dtype=torch.float64)
+        self._leads = replicas.rank == replicas.leader
         self._measured = self._matrix[replicas.index :][:1]  # the rows of replicas that this rank measures
         self._thread: Background | None = None
         replicas.note(number, LAUNCHED)
@@ -160,6 +165,11 @@ class Round:
             self._thread = Background(self._carry, self.replicas.device, self.replicas.side_stream)
         else:
             self._announce(self._measure())
+
+    def stop(self) -> None:
+        """Nobody will apply this round: end its thread, if it has one."""
+        if self._thread is not None:
+            self._thread.stop()
 
     def _carry(self) -> None:
         """All but the outer step, in a thread. It reads the anchor, which nobody writes meanwhile."""
@@ -205,6 +215,10 @@ class Round:
             rows[:, width + _SQUARES] += measured[-1].sum()
         with self._traffic("exchange of norms"):
             self._exchange = self.replicas.start_exchange(self._matrix)
+            # Not first where the verdicts are needed: the leader's broadcast may wait for whoever receives it, and a
+            # later stage of a pipeline reaches its forward only when the leader has left its own.
+            if not self._leads:
+                self._telling = self.replicas.start_from_leader(self._told)
 
     def decide(self) -> None:
         """Wait for the verdicts; late, for all traffic."""
@@ -224,35 +238,35 @@ class Round:
         with self._traffic("exchange of norms"):
             self._wait(self._exchange, on_host=True)
         extra = self._matrix[:, width:]
-        self._check(extra)
+        self.norms = self._matrix[:, :width].sqrt()
         self.steps = (extra[:, _STEPS] / replicas.members).long()
         self.everyone_called = bool((extra[:, _FLAGS] == replicas.members).all())
         self.last_replica = int(extra[:, _TIME].argmax())
-        self.norms = self._matrix[:, :width].sqrt()
-
-        self._new = {key: value.clone() for key, value in self.memory.items()}
         self._before = {key: value.clone() for key, value in self.memory.items()}
-        weights = torch.zeros_like(self.norms)
+        self._new = {key: value.clone() for key, value in self.memory.items()}
         fault: Exception | None = None
-        if replicas.index == 0 and replicas.member == 0:
+        if self._leads:
             try:
-                weights.copy_(_checked(self.penalty.weights(self.norms.clone(), self.steps, self._new)))
-            except Exception as error:  # a user's policy: all ranks must hear of it
+                self._check(extra)
+                self.weights.copy_(_checked(self.penalty.weights(self.norms.clone(), self.steps, self._new)))
+                parts = [torch.ones(1), self.weights, *(self._new[key] for key in self.memory)]
+                self._told.copy_(torch.cat([part.flatten().double() for part in parts]))
+            except Exception as error:  # all the others are waiting to be told
                 fault = error
-        packed = torch.cat(
-            [torch.tensor([fault is None], dtype=torch.float64), weights.flatten()]
-            + [value.flatten().double() for value in self._new.values()]
-        )
+            with self._traffic("broadcast of verdicts"):
+                self._telling = replicas.start_from_leader(self._told)
         with self._traffic("broadcast of verdicts"):
-            self._wait(replicas.start_from_leader(packed), on_host=True)
-        if not packed[0]:
-            raise fault or SyncError(
+            self._wait(self._telling, on_host=True)
+        if fault is not None:
+            raise fault
+        self._check(extra)
+        if not self._told[0]:
+            raise SyncError(
                 f"round {self.number}: the penalty raised an error on rank {replicas.leader}; see its log"
             )
-        start = 1 + weights.numel()
-        self.weights = packed[1:start].view_as(weights)
-        for value in self._new.values():
-            value.copy_(packed[start : (start := start + value.numel())].view_as(value))
+        start = 1
+        for value in (self.weights, *(self._new[key] for key in self.memory)):
+            value.copy_(self._told[start : (start := start + value.numel())].view_as(value))
         stood = (self.norms == 0) & (self.steps > 0).unsqueeze(1)
         self.out = (self.weights == 0) & ~stood
         # As plain numbers and views, once: to index tensors would be most of the work on a small layer.
@@ -446,7 +460,7 @@ class Round:
 
     def _wait(self, work: Work | None, on_host: bool | None = None) -> None:
         on_host = self._on_host if on_host is None else on_host
-        wait(work, on_host=on_host, in_thread=self.start is not None)
+        wait(work, on_host=on_host)
 
     @contextmanager
     def _traffic(self, what: str, layer: Layer | None = None) -> Iterator[None]:

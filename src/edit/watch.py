@@ -7,6 +7,7 @@ the lowest rank speaks.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -14,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from . import background
 from .events import Events
 
 log = logging.getLogger(__name__)
@@ -48,22 +50,18 @@ class Watch:
         self._pending: dict[int, tuple[str, float]] = {}  # by thread: what it waits for, since when
         self._said: set[tuple[str, float]] = set()
         self._waits = False  # longer than the limit
+        self._stop: Callable[[], object] = lambda: None
         self._events = Events(log, seconds=10 * limit, clock=now)
-        self._stop = threading.Event()
         self.note(0, BUILT)
 
     def start(self) -> None:
         """Begin to look, now and then, until :meth:`close`, or until nobody else holds this object."""
-        threading.Thread(
-            target=_look_again,
-            args=(weakref.ref(self), self._stop, self.limit / 4),
-            name="edit.watch",
-            daemon=True,
-        ).start()
+        look = functools.partial(_look_again, weakref.ref(self), self.limit / 4)
+        self._stop = background.start("edit.watch", look, self)
 
     def close(self) -> None:
         """No more looks."""
-        self._stop.set()
+        self._stop()
 
     def note(self, round: int, stage: int) -> None:
         """Let others know how far this rank has come."""
@@ -131,12 +129,13 @@ class Watch:
         )
 
 
-def _look_again(watch: weakref.ref[Watch], stop: threading.Event, seconds: float) -> None:
+def _look_again(watch: weakref.ref[Watch], seconds: float) -> None:
+    stop = background.stop_event()
+    assert stop is not None
     while not stop.wait(seconds):
-        if (alive := watch()) is None:
-            return
-        with suppress(RuntimeError):  # the store is gone
-            alive.look()
+        if (alive := watch()) is not None:
+            with suppress(RuntimeError):  # the store is gone
+                alive.look()
         del alive
 
 

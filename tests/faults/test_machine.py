@@ -245,6 +245,8 @@ class Life:
         saved = copy.deepcopy(self.optimizer.state_dict()), copy.deepcopy(self.model.state_dict())
         counters = self.optimizer.rounds, self.optimizer.total_steps
         before = self.everything()
+        if (round := self.optimizer._round) is not None and round._thread is not None:
+            round._thread._ended.result()  # nothing stops one that is in a collective of threads
         self.optimizer.close()
         self.optimizer = self.build()
         self.model.load_state_dict(saved[1])
@@ -332,9 +334,6 @@ def lived(setting: Setting, ops: list[Op]) -> None:
     groups_before = threading.active_count()
     with rounds_counted() as alive:
         counters = threads(replicas * members, live, setting, ops, seen, timeout=20)
-        for thread in threading.enumerate():
-            if thread.name == "edit.round":  # of a round that close() has given up
-                thread.join(5)
         gc.collect()  # tracebacks of exceptions
         assert len(alive) == 0, "rounds that somebody still holds"
     assert threading.active_count() <= groups_before
@@ -408,8 +407,7 @@ class Machine(RuleBasedStateMachine):
     def save(self) -> None:
         self.does("save")
 
-    # A round that a thread carries is given up by close(), and its thread waits for the time-out: not covered.
-    @precondition(lambda self: self.in_step and not (self.setting.delay or self.setting.spread))
+    @precondition(lambda self: self.in_step)
     @rule()
     def restart(self) -> None:
         self.does("restart")

@@ -59,12 +59,14 @@ def bare(
     inner: Callable[[list[nn.Parameter]], Any],
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = lambda model, x, y: common.loss_of(model(x), y),
     edit_gradients: Callable[[int, nn.Module], None] | None = None,
+    apart: tuple[str, ...] = (),
 ) -> Reference:
-    """The run by hand."""
+    """The run by hand; ``apart``: names that begin so are a layer, not of the root."""
     groups: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
         parts = name.split(".")
         block = ".".join(parts[: parts.index("layers") + 2]) if "layers" in parts else ""
+        block = block or next((start for start in apart if name.startswith(start)), "")
         groups.setdefault(block, []).append(name)
     schedule = common.SETTINGS["schedule"]
     run = Reference(
@@ -148,6 +150,13 @@ def test_transformers_llama_sharded_by_fsdp2() -> None:
     agrees(
         params, bare(model, inner, lambda model, x, _: model(input_ids=x, labels=x).loss, clip_and_schedule)
     )
+
+
+def test_pipeline_stages() -> None:
+    """Each stage has a root layer of its own."""
+    params, losses = trained("pipeline_stage", 4)
+    falls(losses)
+    agrees(params, bare(common.Model(), adamw, apart=("embedding", "head")))
 
 
 def test_torchtitan_meshes() -> None:
