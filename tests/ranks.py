@@ -195,7 +195,9 @@ class _Thread(threading.Thread):
     def __init__(self, watch: _Watch, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.watch, self.world = watch, threaded.ThreadLocalWorld()._get_world()
-        watch.started.setdefault(threading.current_thread(), []).append(self)
+        here = threading.current_thread()
+        self.rank = here.rank if isinstance(here, _Thread) else here
+        watch.started.setdefault(self.rank, []).append(self)
 
     def run(self) -> None:
         threaded.ThreadLocalWorld._world.world = self.world

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import os
@@ -36,6 +37,8 @@ def resident() -> float:
 
 def soak(rank: int, settings: dict[str, Any]) -> tuple[list[float], list[float], list[int]]:
     """Memory, CPU seconds and live tensors after every 100 rounds."""
+    # glibc gives new threads, of which a late round is one, one of several heaps, which fill up one by one.
+    assert ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX
     model = net(dtype=torch.float32)
     optimizer = optimizer_of(model, mesh(2, 1), schedule=edit.EverySteps(1), **settings)
     reports: list[int] = []

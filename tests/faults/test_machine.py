@@ -245,8 +245,8 @@ class Life:
         saved = copy.deepcopy(self.optimizer.state_dict()), copy.deepcopy(self.model.state_dict())
         counters = self.optimizer.rounds, self.optimizer.total_steps
         before = self.everything()
-        if (round := self.optimizer._round) is not None and round._thread is not None:
-            round._thread._ended.result()  # nothing stops one that is in a collective of threads
+        if self.optimizer._round is not None:
+            self.optimizer._round.decide()  # else it leaves a collective of threads, which nothing can stop
         self.optimizer.close()
         self.optimizer = self.build()
         self.model.load_state_dict(saved[1])
