@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import edit
-from problems import Net, batch, loss_of, net
+from problems import IN, OUT, Net, batch, loss_of, net, seeded
 from ranks import mesh, processes, threads
 
 STEPS, INTERVAL, WARMUP = 11, 3, 2
@@ -542,3 +543,35 @@ def test_parameters_that_fully_shard_ignores_are_averaged_in_the_warm_up() -> No
     one, *others = threads(4, run)
     for other in others:
         same(one, other, 0)
+
+
+def test_stages_of_a_pipeline_launch_a_loaded_round_in_sync_and_not_in_a_forward() -> None:
+    """In which later stages wait for earlier ones. What torch's pipelines do is in tests/integrations."""
+
+    def fn(rank: int) -> None:
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "pp"))
+        replica, stage = divmod(rank, 2)
+
+        def build() -> tuple[nn.Module, edit.LocalSGDOptimizer]:
+            model = seeded(nn.Linear(IN, OUT), stage)
+            return model, optimizer_of(model, grid, schedule=edit.EverySteps(2))
+
+        model, optimizer = build()
+        for step in range(2):
+            loss_of(model, step, replica).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        optimizer.sync()
+        wanted = [p.detach().clone() for p in model.parameters()]
+        optimizer.close()
+        model, optimizer = build()
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        with pytest.raises(RuntimeError, match=r"a round was under way .* call sync\(\), on all ranks"):
+            loss_of(model, 2, replica)
+        optimizer.sync()
+        same([p.detach() for p in model.parameters()], wanted, 0)
+        optimizer.close()
+
+    threads(4, fn)
