@@ -265,7 +265,7 @@ class Reference:
     """R replicas of ``model`` in one process, in fp64. See the module's docstring.
 
     Args:
-        model: Copied for every replica, and converted to float64.
+        model: Copied for every replica, and converted to ``dtype``.
         replicas: R.
         inner: Makes the inner optimizer of one replica from the list of its parameters.
         layers: The cut into layers: names as in ``model.named_parameters()``, every one exactly once.
@@ -279,6 +279,7 @@ class Reference:
         warmup_steps: t_warm; infinite: ordinary data-parallel training.
         delay: d.
         sharded_anchor: Steps 6 to 8 in CO2*'s order: `sharded_outer_step`.
+        dtype: Of everything; fp32 is for inner optimizers that have no fp64.
 
     Attributes (all are for inspection, and lists over replicas or layers):
         models, optimizers: of every replica.
@@ -313,6 +314,7 @@ class Reference:
         warmup_steps: float = 0,
         delay: int = 0,
         sharded_anchor: bool = False,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
         names = [name for name, _ in model.named_parameters()]
         if sorted(names) != sorted(name for layer in layers for name in layer):
@@ -325,7 +327,7 @@ class Reference:
         self.T, self.phi, self.e = temperature, max_norm, step_exponent
         self.interval, self.warmup_steps, self.delay = interval, warmup_steps, delay
 
-        self.models = [copy.deepcopy(model).double() for _ in range(self.R)]
+        self.models = [copy.deepcopy(model).to(dtype) for _ in range(self.R)]
         self.optimizers = [inner(list(m.parameters())) for m in self.models]
         self.anchor = [[p.detach().clone() for p in self.parameters(0, l)] for l in range(self.L)]
         outer = averaging if outer is None else outer

@@ -54,10 +54,10 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def batches(replica: int, steps: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(replica: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Tokens and their successors under a fixed rule, with some noise; other ones for every replica."""
     generator = torch.Generator().manual_seed(replica)
-    for _ in range(steps):
+    for _ in range(STEPS):
         tokens = torch.empty(BATCH, LENGTH + 1, dtype=torch.int64)
         tokens[:, 0] = torch.randint(VOCABULARY, (BATCH,), generator=generator)
         for t in range(LENGTH):
