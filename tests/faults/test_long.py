@@ -196,26 +196,32 @@ def test_deletion_leaves_nothing(close: bool) -> None:
     threads(2, deleted, close)
 
 
-def groups_after(rank: int) -> tuple[int, int, list[str]]:
+def ended(rank: int, close: bool) -> tuple[int, list[bool], list[str]]:
+    """Groups more than before, what of it is left, and threads."""
     model = net()
     before = len(torch.distributed.distributed_c10d._world.pg_map)
-    optimizer = optimizer_of(model, None, schedule=edit.EverySteps(1))
-    loss_of(model, 0, rank).backward()
-    optimizer.step()
+    optimizer = optimizer_of(model, None, schedule=edit.EverySteps(1), delay=1)
+    for step in range(3):
+        loss_of(model, step, rank).backward()
+        optimizer.step()
     optimizer.sync()
-    optimizer.close()
-    after = len(torch.distributed.distributed_c10d._world.pg_map)
-    deadline = time.monotonic() + 5
-    while (
-        names := [t.name for t in threading.enumerate() if "edit" in t.name]
-    ) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return before, after, names
+    assert "edit.watch" in [thread.name for thread in threading.enumerate()]
+    if close:
+        optimizer.close()
+    groups = len(torch.distributed.distributed_c10d._world.pg_map) - before
+    parts = [optimizer, optimizer.replicas, optimizer.replicas.watch, optimizer._anchor]
+    gone = [weakref.ref(part) for part in parts]
+    del optimizer, parts
+    gc.collect()
+    left = [ref() is not None for ref in gone]
+    return groups, left, [thread.name for thread in threading.enumerate() if "edit" in thread.name]
 
 
-def test_close_destroys_groups_and_ends_threads() -> None:
-    for before, after, names in processes(2, groups_after):
-        assert after == before
+@pytest.mark.parametrize("close", [True, False])
+def test_the_end_of_an_optimizer_ends_its_threads_and_close_destroys_its_groups(close: bool) -> None:
+    for groups, left, names in processes(2, ended, close):
+        assert (groups == 0) == close
+        assert left == [False] * 4
         assert names == []
 
 
