@@ -22,6 +22,7 @@ inputs = torch.randn(4096, 8)
 dataset = TensorDataset(inputs, inputs.prod(dim=1, keepdim=True))
 loader = DataLoader(dataset, batch_size=32, sampler=DistributedSampler(dataset))
 
+# A warning may say that a replica was left out of a round: its pseudo gradient was out of the ordinary.
 optimizer = edit.LocalSGDOptimizer(model, lr=3e-3, schedule=edit.EverySteps(16, warmup_steps=16))
 for epoch in range(10):
     loader.sampler.set_epoch(epoch)

@@ -56,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
         help += f"; default: {default}" if default is not None else ""
         parser.add_argument(flag, default=default, help=help, **settings)
 
-    add("--method", "edit", choices=METHODS)
+    add("--method", "edit", "what trains", choices=METHODS)
     add("--compare", metavar="A,B,...", help="several methods, one after the other")
     add("--data", nargs="+", type=Path, metavar="PATH", help="files, or folders: all files in them")
     add("--mesh", metavar="RxS", help="replicas x shards; default: a replica per node, or two")

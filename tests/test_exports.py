@@ -7,6 +7,8 @@ import dataclasses
 import inspect
 import itertools
 import re
+import subprocess
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +55,16 @@ def test_exports_are_these() -> None:
     modules = {name for name in visible if isinstance(getattr(edit, name), types.ModuleType)}
     assert visible - modules | {"methods"} == set(PUBLIC)
     assert modules <= {file.stem for file in FILES} | {"monitor"}
+
+
+def test_the_monitor_is_there_when_it_is_first_used() -> None:
+    code = (
+        "import sys, edit; assert 'edit.monitor' not in sys.modules; print(edit.monitor.JsonLines.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "JsonLines\n"
+    with pytest.raises(AttributeError, match="module 'edit' has no attribute 'monitors'"):
+        edit.monitors  # noqa: B018
 
 
 def test_presets_are_these() -> None:

@@ -6,6 +6,7 @@ import logging
 import time
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,13 +52,13 @@ def test_lines_of_a_round() -> None:
         (
             "replica 0 left out",
             0,
-            "round 7: replica 0 left out in 1 of 5 layers; e: norm 1, mean 0.5, sigma 0.125",
+            "round 7: replica 0 left out in 1 of 5 layers; layer e: norm 1, mean 0.5, sigma 0.125",
         ),
         (
             "replica 1 left out",
             1,
-            "round 7: replica 1 left out in 5 of 5 layers; a: norm 9, mean 0.5, sigma 0.125; "
-            "b: norm nan, mean 0.5, sigma 0.125; c: norm 8, mean 0.5, sigma 0.125; 2 more",
+            "round 7: replica 1 left out in 5 of 5 layers; layer a: norm 9, mean 0.5, sigma 0.125; "
+            "layer b: norm nan, mean 0.5, sigma 0.125; layer c: norm 8, mean 0.5, sigma 0.125; 2 more",
         ),
         ("back to the anchor", None, "round 7: 1 of 5 layers back to the anchor, as nobody was left: e"),
     ]
@@ -91,7 +92,7 @@ def test_an_exclusion_says_replica_layer_norm_mean_and_sigma(caplog: pytest.LogC
     weights = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64) / 7
     torch.testing.assert_close(report.expected["mean"], torch.einsum("k,krl->rl", weights, norms))
     wanted = "; ".join(
-        f"{layer}: norm {report.norms[1, n]:.4g}, mean {report.expected['mean'][1, n]:.4g}, "
+        f"layer {layer}: norm {report.norms[1, n]:.4g}, mean {report.expected['mean'][1, n]:.4g}, "
         f"sigma {report.expected['sigma'][1, n]:.4g}"
         for n, layer in enumerate(report.layers)
     )
@@ -152,8 +153,8 @@ def test_the_first_of_those_who_wait_says_once_for_whom(caplog: pytest.LogCaptur
         lines = [look(rank, 3515.0) for rank in range(1, 6)]
     assert lines[1:] == [[]] * 4
     assert lines[0] == [
-        f"round 4, layer a: sum of pseudo gradients has waited 1015 s, since {hour(2500)}; no rank is a round behind, and "
-        "rank 0 does not wait for the others. Time-out: 1:00:00"
+        f"round 4, layer a: sum of pseudo gradients has waited 1015 s, since {hour(2500)}; no other rank is a "
+        "round behind; rank 0 does not wait for the others. Time-out: 1:00:00"
     ]
     assert look(1, 9999.0) == []
 
@@ -191,6 +192,32 @@ def test_a_round_that_waits_says_who_is_late_before_the_time_out(who: int) -> No
     (line,) = said[1 - who]
     assert "round 1: exchange of norms has waited" in line
     assert f"for replica {who} (rank {who}), which built its optimizer at" in line
+
+
+def saves_alone(rank: int, path: str) -> list[str]:
+    """Rank 0 does what is common elsewhere, until the time-out; the other one trains on."""
+    model = net()
+    optimizer = edit.LocalSGDOptimizer(
+        model, torch.optim.SGD, lr=0.1, schedule=edit.EverySteps(2), timeout=timedelta(seconds=8)
+    )
+    said: list[str] = []
+    logging.getLogger("edit.watch").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: said.append(record.getMessage())
+    for step in range(3):
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+    with pytest.raises(edit.SyncError):
+        edit.save(path, model, optimizer) if rank == 0 else optimizer.sync()
+    optimizer.close()
+    return said
+
+
+def test_who_saves_alone_says_so_and_where_the_others_wait(tmp_path: Path) -> None:
+    said = processes(2, saves_alone, str(tmp_path / "saved"))
+    assert said[1] == []
+    (line,) = said[0]
+    assert line.startswith(f"edit.save({tmp_path / 'saved'}), which all ranks must call, has waited")
+    assert "no other rank is a round behind; rank 1 waits elsewhere: round 2: exchange of norms." in line
 
 
 # ------------------------------------------------------------------------------------------ stages' names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -107,16 +108,35 @@ def test_what_is_no_log_says_so(tmp_path: Path) -> None:
         read(tmp_path / "a")
 
 
+def test_what_came_before_a_change_of_replicas_is_said_to_be_missing(tmp_path: Path) -> None:
+    three = dataclasses.replace(report(3), **{
+        key: getattr(report(3), key)[:1] for key in ("steps", "norms", "out", "weights")})  # fmt: skip
+    written(tmp_path, report(1), report(2), three)
+    log = read(tmp_path)
+    assert (log.rounds, log.earlier, log.norms.shape) == ([3], 2, (1, 1, 2))
+    said = summary(log)
+    assert "2 rounds before them, with other replicas or layers, are not counted here\n" in said
+    assert "slowest" not in said
+
+
+def test_rounds_without_a_step_are_said_to_be(tmp_path: Path) -> None:
+    nothing = dataclasses.replace(report(2), steps=torch.zeros(2, dtype=torch.int64))
+    written(tmp_path, report(1), nothing)
+    said = summary(read(tmp_path))
+    assert "of these, 1 without a step, as sync() may end with\n" in said
+    assert "per round and replica 4\n" in said
+
+
 def test_the_summary_counted_by_hand(tmp_path: Path) -> None:
     written(tmp_path, report(1), report(2, out=True), report(3), report(4, out=True))
     assert summary(read(tmp_path), "runs/1") == (
         "runs/1              4 rounds (1-4), 2 replicas, 2 layers\n"
         "written by          rank 0\n"
         "time                30.0 s from the first round to the last\n"
-        "inner steps         32 of all replicas; per round and replica 4\n"
+        "inner steps         32 of all replicas, warm-up included; per round and replica 4\n"
         "slowest             replica 0: the last to come in 2 of 4 rounds\n"
         "effective replicas  mean 1.75, least 1.00 (blocks.0, round 2)\n"
-        "sent                6 kB per rank, 1.5 kB per round\n"
+        "sent in rounds      6 kB per rank, 1.5 kB per round\n"
         "waited, rank 0      2.00 s, 5.0% of the time\n"
         "clipped             25.0% of combined pseudo gradients\n"
         "out, replica 1      25.0% of its layers and rounds; in 2 rounds: 2, 4\n"

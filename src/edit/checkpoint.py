@@ -158,7 +158,7 @@ def save(
     # All that is said here goes through a group of its own: on `control`, a replica that is a step ahead may
     # have an exchange of its next round under way. The thread uses it too: whoever comes here waited for it.
     where = _ranks(replicas)
-    apart = _compare(replicas, path, _sums(optimizer))
+    apart = _compare(replicas, what, path, _sums(optimizer))
     partial = path
     try:
         with agree(replicas, what, files=True):
@@ -213,9 +213,10 @@ def _sums(optimizer: LocalSGDOptimizer) -> list[int]:
     return [int(tensor.reshape(-1).view(torch.uint8).sum(dtype=torch.int64)) for tensor in frozen]
 
 
-def _compare(replicas: Replicas, path: Path, sums: list[int]) -> bool:
+def _compare(replicas: Replicas, what: str, path: Path, sums: list[int]) -> bool:
     """Collective. Raise if ranks name different paths. Returns whether replicas differ in ``sums``."""
-    said = replicas.gather_objects((str(path), sums), files=True)
+    with replicas.naming(f"{what}, which all ranks must call,"):
+        said = replicas.gather_objects((str(path), sums), files=True)
     paths = {rank: each for rank, (each, _) in said.items()}
     if len({*paths.values()}) > 1:
         raise ValueError(
@@ -286,7 +287,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: LocalSGDOpti
     replicas = optimizer.replicas
     _wait_for(optimizer)
     where = _ranks(replicas)
-    _compare(replicas, path, [])
+    _compare(replicas, what, path, [])
     with agree(replicas, what, files=True):
         _check(model, optimizer)
         state.check_no_round(optimizer)
@@ -301,6 +302,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: LocalSGDOpti
         source.write(rest)
         if source.same_mesh:
             _set_random_state(optimizer, rest["random"])
+    if optimizer._due and replicas.stage is not None:
+        optimizer._launch(called=False)  # here, as stages of a pipeline do not begin a forward together
     return rest["extra"]
 
 
@@ -548,12 +551,10 @@ def _alone() -> None:
 
 
 def _ranks(replicas: Replicas) -> dict[str, Any]:
-    """Who writes or reads together, as DCP's arguments. Collective at its first use."""
-    with replicas.naming("edit.save or edit.load, which all ranks must call,"):
-        group = replicas.files_group()
-    if group is None:
+    """Who writes or reads together, as DCP's arguments."""
+    if replicas.files is None:
         _alone()
-    return {"process_group": group, "no_dist": group is None}
+    return {"process_group": replicas.files, "no_dist": replicas.files is None}
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """Ranks, groups and sharded tensors: the only file that knows ``torch.distributed`` and DTensor.
 
-Everybody else sees replicas, plain local tensors and sums. Three kinds of process group, all the package's
+Everybody else sees replicas, plain local tensors and sums. Four kinds of process group, all the package's
 own, so that its traffic never queues behind the model's:
 
 * *control*: host tensors, all ranks. Norms, flags, verdicts.
+* *files*: the same for what ranks do together between rounds, while *control* may have a round's exchange under way.
 * *sync*: the parameters' device, the ranks that hold the same shard of different replicas. Pseudo gradients.
 * *inside*: the parameters' device, the ranks of one replica that hold one layer. Norms of clips.
   (And one on the host, for the clock of A-EDiT.)
@@ -216,6 +217,7 @@ class Replicas:
         self.stage: int | None = None if wrong is not None else _stage(mesh)
         self.everyone = len(self.ranks) == 1 or len(self.ranks) == dist.get_world_size()
         self.control = self._group("control", [self.ranks], "cpu")
+        self.files = self._group("files", [self.ranks], "cpu")
         said = self.gather_objects((wrong and f"{type(wrong).__name__}: {wrong}", self.grid))
         if wrong is not None:
             raise wrong
@@ -315,15 +317,11 @@ class Replicas:
                 dist.destroy_process_group(group)
         self._groups.clear()
 
-    def files_group(self) -> dist.ProcessGroup | None:
-        """The group of all ranks for checkpoint files, made at its first use by all; ``None``: one rank."""
-        return self._group("files", [self.ranks], "cpu")
-
     # Collectives. With one replica, or one rank, there is nobody to talk to and they do nothing.
 
     def gather_objects(self, value: Any, *, files: bool = False) -> dict[int, Any]:
         """``value`` of every rank, by rank. ``files``: on the group of checkpoint files."""
-        group = self.files_group() if files else self.control
+        group = self.files if files else self.control
         if group is None:
             return {self.ranks[0]: value}
         values: list[Any] = [None] * len(self.ranks)

@@ -68,7 +68,7 @@ def of_round(
         for column in columns[:_SHOWN]:
             numbers = {"norm": norms[replica, column].item()}
             numbers |= {name: table[replica, column].item() for name, table in expected.items()}
-            shown.append(f"{layers[column]}: " + ", ".join(f"{k} {v:.4g}" for k, v in numbers.items()))
+            shown.append(f"layer {layers[column]}: " + ", ".join(f"{k} {v:.4g}" for k, v in numbers.items()))
         where = f"{len(columns)} of {len(layers)} layers"
         line = f"round {number}: replica {replica} left out in {where}; " + "; ".join(shown) + _more(columns)
         found.append((f"replica {replica} left out", replica, line))

@@ -282,9 +282,8 @@ class LocalSGDOptimizer(WrappedOptimizer):
         if self._due:
             if self._round is None and self.replicas.stage is not None:
                 raise RuntimeError(
-                    "a round was under way when this state was saved, and all ranks launch it together, which "
-                    "stages of a pipeline cannot in a forward, as later ones wait for earlier ones: call sync(), on "
-                    "all ranks, after loading"
+                    "a round was under way when this state was saved, and must be launched by all ranks together; but "
+                    "stages of a pipeline do not begin a forward together: call sync(), on all ranks, after loading"
                 )
             self._advance(max([index, *(number for number, _ in units)]))
         for _, unit in units:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +26,8 @@ def agree(replicas: Replicas, what: str, *, files: bool = False) -> Iterator[Non
         yield
     except Exception as caught:
         error = caught
-    said = replicas.gather_objects(error and f"{type(error).__name__}: {error}", files=files)
+    with replicas.naming(f"{what}, which all ranks must call,"):
+        said = replicas.gather_objects(error and f"{type(error).__name__}: {error}", files=files)
     if error is not None:
         raise error
     for rank, text in said.items():
@@ -103,8 +105,8 @@ def check_model(model: Any, replicas: Replicas) -> None:
         if ranks - mine:
             raise ValueError(
                 f"model must be sharded inside a replica only (ranks {sorted(mine)}), but {name} is "
-                f'distributed over ranks {sorted(ranks)}: use fully_shard(module, mesh=mesh["shard"]), without '
-                "the replicate dimension"
+                f"distributed over ranks {sorted(ranks)}: give the optimizer the mesh, mesh=mesh, and use "
+                'fully_shard(module, mesh=mesh["shard"]), without the replicate dimension'
             )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
@@ -186,9 +188,13 @@ def build_inner(inner: Any, model: nn.Module, kwargs: dict[str, Any]) -> torch.o
         try:
             optimizer = inner(trainable, **kwargs)
         except TypeError as error:
+            taken = inspect.signature(inner).parameters
+            unknown = sorted(kwargs.keys() - taken.keys()) or sorted(kwargs)
+            remedy = "keywords that LocalSGDOptimizer does not know are passed on to it"
+            if of_schedule := {"warmup_steps", "interval"}.intersection(unknown):
+                remedy = f"{sorted(of_schedule)} are the schedule's: schedule=edit.EverySteps(interval, warmup_steps)"
             raise TypeError(
-                f"inner: {getattr(inner, '__name__', inner)} does not take {sorted(kwargs)} ({error}): keywords "
-                "that LocalSGDOptimizer does not know are passed on to it"
+                f"inner: {getattr(inner, '__name__', inner)} does not take {unknown} ({error}): {remedy}"
             ) from error
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"inner must return a torch.optim.Optimizer, but returned {optimizer!r}")

@@ -49,7 +49,7 @@ class Watch:
         self._write, self._read, self._now = write, read, now
         self._pending: dict[int, tuple[str, float]] = {}  # by thread: what it waits for, since when
         self._said: set[tuple[str, float]] = set()
-        self._waits = False  # longer than the limit
+        self._waits = ""  # for what, longer than the limit
         self._stop: Callable[[], object] = lambda: None
         self._events = Events(log, seconds=10 * limit, clock=now)
         self.note(0, BUILT)
@@ -72,7 +72,7 @@ class Watch:
         round, stage, at = self._reached
         # A store that is gone shows in the next collective, with a better message.
         with suppress(RuntimeError):
-            self._write(f"{round} {stage} {self._waits:d} {at}")
+            self._write(f"{round} {stage} {at} {self._waits}")
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -84,7 +84,7 @@ class Watch:
         finally:
             self._said.discard(self._pending.pop(me))
             if self._waits:
-                self._waits = False
+                self._waits = ""
                 self._leave_note()
 
     def look(self) -> None:
@@ -94,7 +94,7 @@ class Watch:
             if self._now() - since < self.limit or entry in self._said:
                 continue
             if not self._waits:
-                self._waits = True
+                self._waits = what
                 self._leave_note()
                 return  # whoever else waits has left its note by the next look
             self._said.add(entry)
@@ -102,31 +102,40 @@ class Watch:
                 self._events.warn("late", line)
 
     def _line(self, what: str, since: float) -> str | None:
-        notes = {rank: note.split() for rank, note in self._read().items() if note}
-        if any(rank < self.rank and int(note[2]) for rank, note in notes.items()):
+        notes: dict[int, tuple[tuple[int, int], float, str]] = {}
+        for rank, note in self._read().items():
+            if note:
+                number, reached, when, waits = note.split(" ", 3)
+                notes[rank] = (int(number), int(reached)), float(when), waits
+        if any(rank < self.rank and waits for rank, (_, _, waits) in notes.items()):
             return None
         waited = f"{what} has waited {self._now() - since:.0f} s, since {_clock(since)}"
-        reached = {rank: (int(note[0]), int(note[1])) for rank, note in notes.items()}
-        late = {rank for rank in reached if reached[rank] < max(reached.values())}
+        furthest = max(note[0] for note in notes.values())
+        late = {rank for rank, note in notes.items() if note[0] < furthest and rank != self.rank}
         whom = []
         for replica, members in enumerate(self._grid):
             if behind := sorted(late.intersection(members)):
-                number, stage, at = min((*reached[rank], float(notes[rank][3])) for rank in behind)
-                did = ("built its optimizer", f"launched round {number}", f"came to apply round {number}")[
+                (round, stage), at, waits = min(notes[rank] for rank in behind)
+                did = ("built its optimizer", f"launched round {round}", f"came to apply round {round}")[
                     stage
                 ]
                 whom.append(
-                    f"replica {replica} (rank {', '.join(map(str, behind))}), which {did} at {_clock(at)} and has not "
-                    "been heard of since"
+                    f"replica {replica} (rank {', '.join(map(str, behind))}), which {did} at {_clock(at)} and "
+                    + (f"waits, too: {waits}" if waits else "has not been heard of since")
                 )
+        others: dict[str, list[int]] = {}
+        for rank, (_, _, waits) in sorted(notes.items()):
+            if rank != self.rank and waits != what:
+                others.setdefault(waits, []).append(rank)
         if whom:
-            return f"{waited}, for " + "; ".join(whom) + f". Time-out: {self._timeout}"
-        idle = sorted(rank for rank, note in notes.items() if not int(note[2]))
-        return (
-            f"{waited}; no rank is a round behind"
-            + f", and rank {', '.join(map(str, idle[:8]))} does not wait for the others" * bool(idle)
-            + f". Time-out: {self._timeout}"
-        )
+            rest = ", for " + "; ".join(whom)
+        else:
+            rest = "; no other rank is a round behind" + "".join(
+                f"; rank {', '.join(map(str, ranks[:8]))} "
+                + (f"waits elsewhere: {waits}" if waits else "does not wait for the others")
+                for waits, ranks in others.items()
+            )
+        return f"{waited}{rest}. Time-out: {self._timeout}"
 
 
 def _look_again(watch: weakref.ref[Watch], seconds: float) -> None:

@@ -51,6 +51,8 @@ class Log:
     """``[K, N]``."""
     events: list[str]
     """In order."""
+    earlier: int
+    """Rounds that were logged with other replicas or layers, and are not in here."""
 
 
 def read(folder: str | Path) -> Log:
@@ -61,7 +63,7 @@ def read(folder: str | Path) -> Log:
         FileNotFoundError: there is none.
         ValueError: a file holds something else.
     """
-    lines, ranks = _lines(Path(folder))
+    lines, ranks, earlier = _lines(Path(folder))
     rounds = sorted(lines)
     first = [lines[number][min(lines[number])] for number in rounds]
 
@@ -88,13 +90,14 @@ def read(folder: str | Path) -> Log:
         rounds=rounds,
         clip=clip,
         events=[event for line in first for event in line["events"]],
+        earlier=earlier,
         **{key: table(key) for key in tables},
         **{key: by_rank(key) for key in ("bytes_sent", "seconds_total", "seconds_waited")},
     )
 
 
-def _lines(folder: Path) -> tuple[dict[int, dict[int, Line]], list[int]]:
-    """``{round: {rank: line}}`` and the ranks."""
+def _lines(folder: Path) -> tuple[dict[int, dict[int, Line]], list[int], int]:
+    """``{round: {rank: line}}``, the ranks, and how many rounds there were before replicas or layers changed."""
     files = sorted(folder.glob("rounds.*.jsonl")) or sorted(folder.glob("*/rounds.*.jsonl"))
     if len({file.parent for file in files}) > 1:
         raise ValueError(
@@ -115,15 +118,16 @@ def _lines(folder: Path) -> tuple[dict[int, dict[int, Line]], list[int]]:
             "as a round hook"
         )
     rounds: dict[int, dict[int, Line]] = {}
-    shape = None
+    shape, earlier = None, 0
     for entry in sorted(found, key=lambda entry: float(entry["time"])):
         if (entry["layers"], len(entry["steps"])) != shape:
+            earlier += len([number for number in rounds if number < entry["round"]])
             rounds, shape = {}, (entry["layers"], len(entry["steps"]))
         number, rank = entry["round"], entry["rank"]
         if rank in rounds.get(number, {}):  # done again: the run went on from a checkpoint before it
             rounds = {n: lines for n, lines in rounds.items() if n <= number}
         rounds.setdefault(number, {})[rank] = entry
-    return rounds, sorted({rank for of_round in rounds.values() for rank in of_round})
+    return rounds, sorted({rank for of_round in rounds.values() for rank in of_round}), earlier
 
 
 def _numbers(value: Any) -> Any:

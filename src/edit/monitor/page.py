@@ -23,6 +23,11 @@ def _facts(log: Log, name: str) -> Iterator[tuple[str, str]]:
     count, replicas, layers = log.norms.shape
     seconds = log.time[-1] - log.time[0]
     yield name, f"{count} rounds ({log.rounds[0]}-{log.rounds[-1]}), {replicas} replicas, {layers} layers"
+    made = log.steps.sum(-1) > 0  # sync() may end with a round to which nobody has anything to say
+    if not made.all():
+        yield "", f"of these, {int((~made).sum())} without a step, as sync() may end with"
+    if log.earlier:
+        yield "", f"{log.earlier} rounds before them, with other replicas or layers, are not counted here"
     missing = log.rounds[-1] - log.rounds[0] + 1 - count
     if missing:
         yield "", f"{missing} rounds between them are not in the log"
@@ -30,17 +35,18 @@ def _facts(log: Log, name: str) -> Iterator[tuple[str, str]]:
     yield "time", f"{_span(seconds)} from the first round to the last"
     yield (
         "inner steps",
-        f"{log.total_steps[-1]:,.0f} of all replicas; per round and replica {_range(log.steps)}",
+        f"{log.total_steps[-1]:,.0f} of all replicas, warm-up included; per round and replica {_range(log.steps[made])}",
     )
     slowest = int(log.steps.sum(0).argmin())
-    if bool((log.steps == log.steps[:, :1]).all()):
+    if replicas == 1:
+        pass  # nobody waits for it
+    elif bool((log.steps == log.steps[:, :1]).all()):
         last = log.last_replica.long().bincount(minlength=replicas)
         most = int(last.argmax())
         yield "slowest", f"replica {most}: the last to come in {last[most]} of {count} rounds"
     else:
         share = log.steps.sum(0)[slowest] / log.steps.sum(0).mean()
         yield "slowest", f"replica {slowest}: {share:.2f} of the mean number of steps"
-    made = log.steps.sum(-1) > 0  # sync() may end with a round to which nobody has anything to say
     effective = torch.where(made.unsqueeze(-1), log.effective_replicas, float(replicas))
     least = int(effective.argmin())
     where = f"{log.layers[least % layers]}, round {log.rounds[least // layers]}"
@@ -49,7 +55,7 @@ def _facts(log: Log, name: str) -> Iterator[tuple[str, str]]:
         f"mean {log.effective_replicas[made].mean():.2f}, least {effective.min():.2f} ({where})",
     )
     yield (
-        "sent",
+        "sent in rounds",
         f"{_bytes(_mean(log.bytes_sent.nansum(0)))} per rank, {_bytes(_mean(log.bytes_sent))} per round",
     )
     for column, rank in enumerate(log.ranks):
@@ -174,7 +180,7 @@ def _span(seconds: float | Tensor) -> str:
 
 
 def _range(values: Tensor) -> str:
-    low, high = values.min().item(), values.max().item()
+    low, high = (values.min().item(), values.max().item()) if values.numel() else (0.0, 0.0)
     return f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
 
 
