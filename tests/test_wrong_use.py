@@ -628,13 +628,20 @@ def test_refresh_between_rounds_of_one_replica_only() -> None:
     says(messages[0], "refresh()", "rank 1")
 
 
-def test_add_param_group_of_foreign_parameters_changes_nothing() -> None:
+@pytest.mark.parametrize("foreign", [{0, 1}, {1}])
+def test_add_param_group_of_foreign_parameters_changes_nothing(foreign: set[int]) -> None:
+    """On no rank, whoever gave them."""
+
     def fn(rank: int) -> int:
         model = net()
+        model.blocks[0].requires_grad_(False)
         optimizer = build(model)
-        error = caught(lambda: optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()}))
+        model.blocks[0].requires_grad_(True)
+        given = nn.Linear(2, 2) if rank in foreign else model.blocks[0]
+        error = caught(lambda: optimizer.add_param_group({"params": given.parameters()}))
         assert error is not None
         says(error[1], "inner must hold the model's parameters", "(2, 2)")
+        model.blocks[0].requires_grad_(False)
         assert len(optimizer.param_groups) == 1
         train(model, optimizer, 0, rank)
         optimizer.sync()

@@ -40,8 +40,8 @@ class Anchor:
 
     def _home(self, layer: Layer) -> Tensor:
         if self.offload is None:
-            return torch.empty(layer.numel, dtype=layer.dtype, device=layer.device)
-        return self._host(torch.empty(layer.numel, dtype=layer.dtype, device=layer.device))
+            return layer.empty()
+        return self._host(layer.empty())
 
     def _host(self, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -90,10 +90,6 @@ class Anchor:
             if self.offload is not None and param in self.outer.state:
                 self.outer.state[param].update(homes)
         return result
-
-    def state_of(self, index: int) -> dict[str, Any]:
-        """The outer optimizer's state of a layer (empty before its first outer step)."""
-        return dict(self.outer.state.get(self.flats[index], {}))
 
 
 def _is_flat(value: object, flat: Tensor) -> bool:

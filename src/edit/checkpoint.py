@@ -12,6 +12,7 @@ A folder holds, by full parameter names and placed as the parameters are, so tha
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import os
@@ -20,7 +21,8 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 PARTIAL = ".partial"  # behind the name of a folder that is not complete
 MARK = ".edit"  # a file in every folder of ours; with its number, the newest has the highest
+Contents = tuple[dict[str, nn.Parameter], dict[str, nn.Parameter], dict[str, Tensor]]
 _RANK = re.compile(r"replica\.(\d+)\.rank\.(\d+)")
 
 
@@ -73,11 +76,10 @@ def _is_partial(path: Path) -> bool:
     return path.name.endswith(PARTIAL)
 
 
-def _begin(path: Path) -> Path:
-    """An empty folder to write into."""
+def _begin(path: Path, partial: Path) -> None:
+    """Make ``partial`` an empty folder to write into."""
     if path.exists():
         raise ValueError(f"path must not exist yet, but {path} does: give each checkpoint its own")
-    partial = path.with_name(path.name + PARTIAL)
     if partial.exists():
         shutil.rmtree(partial)
     number = 1 + max((number for number, _ in _folders(path.parent)), default=0)
@@ -86,7 +88,6 @@ def _begin(path: Path) -> Path:
         mark.write(f"{number}")
         mark.flush()
         os.fsync(mark.fileno())
-    return partial
 
 
 def _publish(partial: Path, path: Path, metadata: Metadata, keep: int | None) -> None:
@@ -158,22 +159,24 @@ def save(
     # All that is said here goes through a group of its own: on `control`, a replica that is a step ahead may
     # have an exchange of its next round under way. The thread uses it too: whoever comes here waited for it.
     where = _ranks(replicas)
-    apart = _compare(replicas, what, path, _sums(optimizer))
-    partial = path
+    contents = _contents(optimizer)
+    apart = _compare(replicas, what, path, _sums(contents[1]))
+    partial = path.with_name(path.name + PARTIAL)
     try:
         with agree(replicas, what, files=True):
             _check(model, optimizer)
             if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
                 raise ValueError(f"keep must be an int >= 1 or None, but is {keep!r}: None removes nothing")
-            entries = _entries(optimizer, extra, apart)
-            partial = _begin(path) if leads else path.with_name(path.name + PARTIAL)
+            entries = _entries(optimizer, contents, extra, apart)
+            if leads:
+                _begin(path, partial)
     except BaseException:
-        if partial != path and leads:
+        if leads:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    device = optimizer._layers[0].device if optimizer._layers else torch.device("cpu")
 
     def write() -> Path:
+        device = replicas.device
         if device.type != "cpu":  # a thread begins with the first one
             torch.get_device_module(device).set_device(device)
         with agree(replicas, what, files=True):
@@ -207,10 +210,15 @@ def _wait_for(optimizer: LocalSGDOptimizer) -> None:
         saving.result()
 
 
-def _sums(optimizer: LocalSGDOptimizer) -> list[int]:
-    """What does not train, in few numbers: the sum of the bytes of each of this rank's tensors."""
-    frozen = [local(param.detach()) for param in _contents(optimizer)[1].values()]
-    return [int(tensor.reshape(-1).view(torch.uint8).sum(dtype=torch.int64)) for tensor in frozen]
+def _sums(frozen: dict[str, nn.Parameter]) -> list[int]:
+    """What does not train, in few numbers: a checksum of each of this rank's tensors."""
+    # A copy: a shard may be a view of a larger storage, all of which would be written.
+    return [zlib.crc32(_pickled(local(param).to("cpu", copy=True))) for param in frozen.values()]
+
+
+def _pickled(value: Any) -> bytes:
+    torch.save(value, file := io.BytesIO())
+    return file.getvalue()
 
 
 def _compare(replicas: Replicas, what: str, path: Path, sums: list[int]) -> bool:
@@ -227,12 +235,12 @@ def _compare(replicas: Replicas, what: str, path: Path, sums: list[int]) -> bool
     return any(said[rank][1] != said[column[0]][1] for column in columns for rank in column)
 
 
-def _entries(optimizer: LocalSGDOptimizer, extra: Any, apart: bool) -> dict[str, Any]:
+def _entries(optimizer: LocalSGDOptimizer, contents: Contents, extra: Any, apart: bool) -> dict[str, Any]:
     """What this rank gives to DCP: copies in host memory. ``apart``: replicas differ in what does not train."""
     replicas = optimizer.replicas
     mine = f"replica.{replicas.index}"
     packed = optimizer.state_dict()
-    params, frozen, buffers, objects = _contents(optimizer)
+    params, frozen, buffers = contents
     ids = state.keys_of(optimizer.inner.param_groups, packed["param_groups"])
     of_frozen = f"{mine}.model" if apart else "frozen"
     entries = {f"{of_frozen}.{name}": param for name, param in frozen.items()}
@@ -252,16 +260,16 @@ def _entries(optimizer: LocalSGDOptimizer, extra: Any, apart: bool) -> dict[str,
         "run": run,
         "scalars": scalars,
         "buffers": buffers,
-        "objects": objects,
-        "groups": [_options(group) for group in packed["param_groups"]],
+        "objects": {k: v for k, v in optimizer.model.state_dict().items() if k.endswith("_extra_state")},
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in packed["param_groups"]],
         "named": _names(optimizer),
         "layers": _columns(optimizer),
-        "random": _random_state(optimizer),
+        "random": {key: get() for key, (get, _) in _generators(replicas.device).items()},
         "extra": extra,
     }
-    held: dict[str, Any] = {key: _on_host(value) for key, value in entries.items()}
-    held[f"{mine}.rank.{replicas.member}"] = _pickled(rest)
-    return held
+    # Copies that later steps do not touch.
+    held: dict[str, Any] = {key: sharded_like(value, local(value), "cpu") for key, value in entries.items()}
+    return {**held, f"{mine}.rank.{replicas.member}": _pickled(rest)}
 
 
 # ------------------------------------------------------------------------------------------------ load
@@ -301,7 +309,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: LocalSGDOpti
         optimizer.load_state_dict(packed)
         source.write(rest)
         if source.same_mesh:
-            _set_random_state(optimizer, rest["random"])
+            for key, (_, put) in _generators(replicas.device).items():
+                if key in rest["random"]:
+                    put(rest["random"][key])
     if optimizer._due and replicas.stage is not None:
         optimizer._launch(called=False)  # here, as stages of a pipeline do not begin a forward together
     return rest["extra"]
@@ -335,10 +345,10 @@ class _Source:
         self._mine = f"replica.{replicas.index % self._count}"
 
         self.entries: dict[str, Any] = {f"{self._mine}.rank.{m}": b"" for m in range(self._members)}
-        self._of_model: dict[str, str] = {}
+        self._of_model: dict[str, nn.Parameter] = {}
         self._of_state: dict[str, tuple[str, str]] = {}
-        self._params, frozen, _, _ = _contents(optimizer)
-        ids = state.keys_of(optimizer.inner.param_groups, optimizer.inner.state_dict()["param_groups"])
+        self._params, frozen, self._buffers = _contents(optimizer)
+        ids = {param for group in optimizer.param_groups for param in group["params"]}
         self._named = {name: param for name, param in {**self._params, **frozen}.items() if param in ids}
         for name, param in self._params.items():
             live = f"{self._mine}.model.{name}"
@@ -346,10 +356,10 @@ class _Source:
             self._of_state[anchor] = name, state.ANCHOR
             # On another mesh replicas start from the anchor; so does what was frozen.
             first = (live, anchor) if self.same_mesh else (anchor,)
-            self._of_model[self._want(param, name, *first)] = name
+            self._of_model[self._want(param, name, *first)] = param
         for name, param in frozen.items():
             keys = f"frozen.{name}", f"{state.ANCHOR}.{name}", f"{self._mine}.model.{name}"
-            self._of_model[self._want(param, name, *keys)] = name
+            self._of_model[self._want(param, name, *keys)] = param
         inner = f"{self._mine}.inner."
         for key in self._known:
             for prefix, kept in ((inner, ""), (state.OUTER, state.OUTER)):
@@ -381,7 +391,9 @@ class _Source:
     def packed(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """After ``entries`` were read: what was saved for this rank besides, and the optimizer's state dict."""
         optimizer = self._optimizer
-        ranks = [_unpickled(self.entries[f"{self._mine}.rank.{m}"]) for m in range(self._members)]
+        files = [io.BytesIO(self.entries[f"{self._mine}.rank.{m}"]) for m in range(self._members)]
+        # Not to the devices they were on: those are other ranks', or not there.
+        ranks = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
         rest = ranks[self._member]
         packed = optimizer.inner.state_dict()
         ids = state.keys_of(optimizer.inner.param_groups, packed["param_groups"])
@@ -393,7 +405,7 @@ class _Source:
         for rank in [*ranks, rest]:
             for name, values in rank["scalars"].items():
                 if name in states:
-                    states[name] |= {k: v for k, v in values.items() if self.same_mesh or _is_scalar(v)}
+                    states[name] |= {k: v for k, v in values.items() if self.same_mesh or not state.dim(v)}
         for key, (name, kind) in self._of_state.items():
             states[name][kind] = self.entries[key]
         states[next(iter(self._params))] |= self._run(rest["run"], rest["layers"])
@@ -411,7 +423,7 @@ class _Source:
                 log.warning(
                     "the checkpoint has no group with %s: it keeps the options it was built with", mine[:3]
                 )
-        for name, value in _contents(optimizer)[2].items():
+        for name, value in self._buffers.items():
             saved = rest["buffers"].get(name)
             if saved is None or saved.shape != value.shape:
                 raise ValueError(
@@ -444,13 +456,11 @@ class _Source:
     def write(self, rest: dict[str, Any]) -> None:
         """The model's values. (All names and shapes were checked.)"""
         optimizer = self._optimizer
-        params, frozen, buffers, objects = _contents(optimizer)
-        values = {**params, **frozen}
-        for key, name in self._of_model.items():
-            local(values[name]).copy_(local(self.entries[key]))
-        for name, buffer in buffers.items():
+        for key, param in self._of_model.items():
+            local(param).copy_(local(self.entries[key]))
+        for name, buffer in self._buffers.items():
             buffer.copy_(rest["buffers"][name])
-        if objects:
+        if rest["objects"]:
             optimizer.model.load_state_dict(rest["objects"], strict=False)
         if not self.same_mesh and optimizer._anchor.taken:
             optimizer._buffers.write(optimizer._buffers.agreed)
@@ -459,11 +469,8 @@ class _Source:
 # ----------------------------------------------------------------------------------------------- parts
 
 
-def _contents(
-    optimizer: LocalSGDOptimizer,
-) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter], dict[str, Tensor], dict[str, Any]]:
-    """By name: parameters that train, parameters that don't, persistent buffers (this rank's part), and the extra
-    state of modules.
+def _contents(optimizer: LocalSGDOptimizer) -> Contents:
+    """By name: parameters that train, parameters that don't, and persistent buffers (this rank's part).
 
     A tied parameter is listed once, under its first name.
     """
@@ -473,11 +480,7 @@ def _contents(
     params = {name: param for param, name in names.items() if param in trained}
     frozen = {name: param for param, name in names.items() if param not in trained}
     buffers = optimizer._buffers
-    mine = dict(zip(map(state.clean, buffers.names), buffers.tensors(), strict=True))
-    extra = {
-        key: value for key, value in optimizer.model.state_dict().items() if key.endswith("_extra_state")
-    }
-    return params, frozen, mine, extra
+    return params, frozen, dict(zip(map(state.clean, buffers.names), buffers.tensors(), strict=True))
 
 
 def _names(optimizer: LocalSGDOptimizer) -> list[list[str]]:
@@ -490,53 +493,25 @@ def _columns(optimizer: LocalSGDOptimizer) -> list[str]:
     return [state.clean(name) for name in optimizer._columns]
 
 
-@torch.no_grad()
-def _on_host(value: Tensor) -> Tensor:
-    """A copy that later steps do not touch, placed as ``value`` is."""
-    return sharded_like(value, local(value), "cpu")
-
-
 def _is_like(value: Any, param: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == param.shape and is_sharded(value) == is_sharded(param)
 
 
-def _is_scalar(value: Any) -> bool:
-    return not isinstance(value, Tensor) or value.dim() == 0
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def _pickled(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
-def _unpickled(data: bytes) -> Any:
-    # Not to the devices they were on: those are other ranks', or not there.
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-
-
-def _random_state(optimizer: LocalSGDOptimizer) -> dict[str, Any]:
-    found = {"python": random.getstate(), "torch": torch.get_rng_state()}
+def _generators(device: torch.device) -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
+    """How the state of each source of random numbers is read and set."""
+    found: dict[str, Any] = {
+        "python": (random.getstate, random.setstate),
+        "torch": (torch.get_rng_state, torch.set_rng_state),
+    }
     if "numpy" in sys.modules:
-        found["numpy"] = sys.modules["numpy"].random.get_state()
-    device = optimizer._layers[0].device if optimizer._layers else torch.device("cpu")
+        found["numpy"] = sys.modules["numpy"].random.get_state, sys.modules["numpy"].random.set_state
     if device.type != "cpu":
-        found["device"] = torch.get_device_module(device).get_rng_state(device)
+        module = torch.get_device_module(device)
+        found["device"] = (
+            functools.partial(module.get_rng_state, device),
+            functools.partial(module.set_rng_state, device=device),
+        )
     return found
-
-
-def _set_random_state(optimizer: LocalSGDOptimizer, saved: dict[str, Any]) -> None:
-    random.setstate(saved["python"])
-    torch.set_rng_state(saved["torch"])
-    if "numpy" in saved and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(saved["numpy"])
-    device = optimizer._layers[0].device if optimizer._layers else torch.device("cpu")
-    if "device" in saved and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(saved["device"], device)
 
 
 def _check(model: nn.Module, optimizer: LocalSGDOptimizer) -> None:

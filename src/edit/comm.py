@@ -330,15 +330,11 @@ class Replicas:
 
     def start_exchange(self, matrix: Tensor) -> Work | None:
         """Sum ``matrix`` (host) over all ranks, in the background."""
-        if self.control is None:
-            return None
-        return _work(dist.all_reduce(matrix, group=self.control, async_op=True))
+        return _start(dist.all_reduce, matrix, self.control)
 
     def start_from_leader(self, values: Tensor) -> Work | None:
         """``values`` (host) become the leader's, in the background."""
-        if self.control is None:
-            return None
-        return _work(dist.broadcast(values, src=self.leader, group=self.control, async_op=True))
+        return _start(dist.broadcast, values, self.control, src=self.leader)
 
     def start_sum(self, flat: Tensor) -> Work | None:
         """Sum ``flat`` over the replicas, in the background.
@@ -350,7 +346,7 @@ class Replicas:
         if self.sync is None or flat.numel() == 0:  # empty on all ranks of the sync group alike
             return None
         self.bytes_sent += 2 * (self.count - 1) * flat.numel() * flat.element_size() // self.count
-        return _work(dist.all_reduce(flat, group=self.sync, async_op=True))
+        return _start(dist.all_reduce, flat, self.sync)
 
     def start_exchange_slices(self, flat: Tensor) -> tuple[list[Tensor], Work | None]:
         """Of every replica's ``flat``, by replica, the slice that is this one's, and of this one's, theirs to them, in
@@ -362,7 +358,7 @@ class Replicas:
         received, work = torch.empty_like(sent), None
         if sent.numel():
             self.bytes_sent += (self.count - 1) * sent.nbytes // self.count
-            work = _work(dist.all_to_all_single(received, sent, group=self.sync, async_op=True))
+            work = dist.all_to_all_single(received, sent, group=self.sync, async_op=True)
         if flat.is_cuda:  # another stream may own it, and free it before this one has read it
             flat.record_stream(torch.cuda.current_stream(flat.device))
         slices = received.tensor_split(self.count)
@@ -388,9 +384,7 @@ class Replicas:
 
     def start_sum_inside(self, value: Tensor, layer: str) -> Work | None:
         """Sum ``value`` over the ranks of this replica that hold ``layer``, in the background."""
-        if (group := self._inside[layer]) is None:
-            return None
-        return _work(dist.all_reduce(value, group=group, async_op=True))
+        return _start(dist.all_reduce, value, self._inside[layer])
 
     def from_first_replica(self, flat: Tensor) -> None:
         """``flat`` becomes that of replica 0."""
@@ -399,10 +393,7 @@ class Replicas:
 
     def start_from_first_member(self, value: Tensor) -> Work | None:
         """``value`` (host) becomes that of the first rank of this replica, in the background."""
-        if self._replica_host is None:
-            return None
-        src = self.grid[self.index][0]
-        return _work(dist.broadcast(value, src=src, group=self._replica_host, async_op=True))
+        return _start(dist.broadcast, value, self._replica_host, src=self.grid[self.index][0])
 
     @contextmanager
     def naming(self, what: str) -> Iterator[None]:
@@ -437,9 +428,10 @@ def wait(work: Work | None, *, on_host: bool) -> None:
     work.wait()
 
 
-def _work(work: Work | None) -> Work:
-    assert work is not None  # async_op=True, on a member of the group
-    return work
+def _start(
+    collective: Callable[..., Work | None], value: Tensor, group: dist.ProcessGroup | None, **how: int
+) -> Work | None:
+    return None if group is None else collective(value, group=group, async_op=True, **how)
 
 
 def _stage(mesh: DeviceMesh | None) -> int | None:

@@ -90,18 +90,14 @@ class GradientAverage:
     def _accumulate(self, param: Tensor) -> None:
         if self._last:
             self._last = False
-            self._average()
+            with self.replicas.naming(_WARMUP), torch.no_grad():
+                self._average()
 
     def _average_unit(self, gradients: Tensor) -> None:
         with self.replicas.naming(_WARMUP):
             self.replicas.average(gradients)
 
-    @torch.no_grad()
     def _average(self) -> None:
-        with self.replicas.naming(_WARMUP):
-            self._average_plain()
-
-    def _average_plain(self) -> None:
         flying = []
         for layer, params in self.layers:
             for name, param in zip(layer.names, layer.params, strict=True):
@@ -119,15 +115,12 @@ class GradientAverage:
         for params, flat, work in flying:
             if work is not None:
                 work.wait()
-            start = 0
-            for index, param in enumerate(params):
-                end = start + local(param).numel()
-                if param.grad is None and flat[index - len(params)]:
+            *parts, counts = torch.split(flat, [*(local(param).numel() for param in params), len(params)])
+            for param, part, count in zip(params, parts, counts, strict=True):
+                if param.grad is None and count:
                     param.grad = torch.zeros_like(param)
                 if param.grad is not None:
-                    part = local(param.grad)
-                    part.copy_(flat[start:end].view_as(part))
-                start = end
+                    local(param.grad).copy_(part.view_as(local(param.grad)))
 
     def remove(self) -> None:
         """Gradients are the replica's own from now on."""

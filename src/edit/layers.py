@@ -74,15 +74,15 @@ class Layer:
         """This rank's part of each parameter: shares its storage."""
         return [local(param) for param in self.params]
 
-    def zeros(self) -> Tensor:
-        """A flat vector of zeros."""
-        return torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+    def empty(self) -> Tensor:
+        """A new flat vector."""
+        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
     def read(self, flat: Tensor | None = None) -> Tensor:
         """``flat <- θ``; a new one if none is given."""
-        if flat is None:
-            flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-        return torch.cat([value.reshape(-1) for value in self.values()], out=flat)
+        return torch.cat(
+            [value.reshape(-1) for value in self.values()], out=self.empty() if flat is None else flat
+        )
 
     def write(self, flat: Tensor) -> None:
         """``θ <- flat``, rounded to the parameters' dtype."""
@@ -96,10 +96,8 @@ class Layer:
         for a, part, value, dtype in zip(
             self.parts(anchor), self.parts(out), values, self.dtypes, strict=True
         ):
-            if dtype == out.dtype:
-                torch.sub(a, value, out=part)
-            else:  # in the anchor's dtype: the difference of two bf16 numbers is no bf16 number
-                torch.sub(a.to(dtype), part.copy_(value), out=part)
+            # In the anchor's dtype again: the difference of two bf16 numbers is no bf16 number.
+            torch.sub(a.to(dtype).to(a.dtype), value, out=part)
         return out
 
     def squares(self, flat: Tensor) -> Tensor:

@@ -38,7 +38,6 @@ from .setup import (
     compare,
     describe_layer,
     tell_stages_apart,
-    units_of,
 )
 from .spread import SpreadRound, pieces
 from .wrapper import WrappedOptimizer
@@ -155,8 +154,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
                     self.schedule, self.penalty, self._make_outer, offload, prefetch, delay, layers
                 )
                 check_model(model, self.replicas)
-                for unit in units_of(model):
-                    reshard(unit)  # after a forward, the parameters would be the gathered ones
+                self._reshard()  # after a forward, the parameters would be the gathered ones
                 built = build_inner(inner, model, inner_kwargs)
                 self._outer_keys = saved.probe(self._make_outer)
             super().__init__(built)
@@ -235,7 +233,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
             late = self._delay > 0 and (self._start is not None or not called)
             if self._start is None and (late or self._spread):
                 # With a problem, the parameters are not what they were: zeros, as others wait for what is sent.
-                flats = [layer.read() if problem is None else layer.zeros() for layer in self._layers]
+                flats = [layer.read() if problem is None else layer.empty().zero_() for layer in self._layers]
                 self._start = Start(flats, self._buffers.clone())
             self._gate.open = not late
             self._replica_clock.restart()
@@ -490,8 +488,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         for layer in self._layers:
             layer.column = self._columns.index(layer.name)
             layer.set_holders(len(holders[layer.name]))
-        device = self._layers[0].device if self._layers else torch.device("cpu")
-        replicas.connect(device, everywhere)
+        replicas.connect(self._layers[0].device, everywhere)
         shares = replicas.gather_objects(
             sum((end - start) / same for layer in self._layers for start, end, same in layer.held)
         )
@@ -546,8 +543,8 @@ class LocalSGDOptimizer(WrappedOptimizer):
         self._average = None
 
     def _reshard(self) -> None:
-        for unit in units_of(self.model):
-            reshard(unit)
+        for module in self.model.modules():
+            reshard(module)
 
     def _problem(self) -> str | None:
         """Why this rank cannot take part in a round."""
@@ -656,13 +653,14 @@ class LocalSGDOptimizer(WrappedOptimizer):
             return
         self._check_usable()
         self._agree_on_boundary("add_param_group()")
-        with agree(self.replicas, "add_param_group()"):
-            super().add_param_group(param_group)
-            try:
+        before = len(self.param_groups)
+        try:
+            with agree(self.replicas, "add_param_group()"):
+                super().add_param_group(param_group)
                 build_inner(self.inner, self.model, {})
-            except BaseException:
-                del self.inner.param_groups[-1]
-                raise
+        except BaseException:
+            del self.param_groups[before:]
+            raise
         self.refresh()
 
     def state_dict(self) -> dict[str, Any]:

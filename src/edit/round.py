@@ -131,19 +131,16 @@ class Round:
         self.buffers, self.inner, self.prefetch, self.number = buffers, inner, prefetch, number
         self.start, self.late, self.elements = start, late, elements
         self.moved, self.problem = steps > 0, problem
-        self.decided = self._noted = False
+        self.decided = False
         self.done = 0  # layers, counted in order
-        self._deltas: list[Tensor] | None = None
         self._sent = 0
         self._flying: dict[int, tuple[Tensor, Work | None]] = {}
         self._combined: dict[int, tuple[Tensor, Tensor]] = {}
-        self._clip = torch.full((len(columns),), torch.nan, dtype=torch.float64)
         self._factors: dict[int, Tensor] = {}
         self._on_host = all(layer.device.type == "cpu" for layer in layers)
         self._waited = 0.0
         self._bytes = replicas.bytes_sent
         self._launched = time.perf_counter()
-        self._buffers_done = False
 
         self._matrix = torch.zeros(replicas.count, len(columns) + _EXTRA, dtype=torch.float64)
         extra = self._matrix[replicas.index, len(columns) :]
@@ -188,18 +185,14 @@ class Round:
 
     def _measure(self) -> Tensor:
         """``[2, layers]``: this rank's share of the squared norms of Δ and of a. Nothing waits for the device."""
-        if not self.layers or self.problem is not None:
+        if self.problem is not None:
             return torch.zeros(2, 0, dtype=torch.float64)
-        squares, anchors, deltas = [], [], []
+        squares, anchors = [], []
         for index, layer in enumerate(self.layers):
             a = self.anchor.fetch(index, layer)
-            delta = self._pseudo_gradient(index, a)
-            squares.append(layer.squares(delta))
+            squares.append(layer.squares(self._pseudo_gradient(index, a)))
             anchors.append(layer.squares(a))
-            if self.start is not None:
-                deltas.append(delta)
-            del a, delta
-        self._deltas = deltas or None
+            del a
         return torch.stack([*squares, *anchors]).view(2, -1)
 
     def _pseudo_gradient(self, index: int, anchor: Tensor) -> Tensor:
@@ -222,15 +215,15 @@ class Round:
 
     def decide(self) -> None:
         """Wait for the verdicts; late, for all traffic."""
-        if not self._noted:
-            self.replicas.note(self.number, APPLYING)
-            self._noted = True
-        if self._thread is not None:
+        if self._thread is None and self.decided:
+            return
+        self.replicas.note(self.number, APPLYING)
+        if self._thread is None:
+            self._judge()
+        else:
             with self._waiting():
                 self._thread.wait()
             self._thread = None
-        if not self.decided:
-            self._judge()
 
     def _judge(self) -> None:
         """Wait for the exchange; get the leader's verdicts."""
@@ -320,15 +313,13 @@ class Round:
 
     def advance(self, through: int) -> None:
         """Do all layers up to index ``through``; at once, have the traffic of the next ones under way."""
-        if self.layers and self.done > through:
+        if self.done > through:
             return
-        self.decide()
-        if not self._buffers_done:
+        if not self.done:
             if self.start is None:
                 self._combine_buffers()
             kept = self.start.buffers if self.start and self.late and self._takes_part else None
             self.buffers.apply(self._buffer_sum, kept)
-            self._buffers_done = True
         while self.done <= through:
             if self.start is None:
                 for index in range(self._sent, min(self.done + self.prefetch, len(self.layers) - 1) + 1):
@@ -352,13 +343,10 @@ class Round:
         """``w_i Δ_i``, exactly 0 where this replica is out (0·NaN is not); its sum over the replicas."""
         layer = self.layers[index]
         weight = self._mine[layer.column]
-        if self._deltas is not None:
-            flat = self._deltas.pop(0)
-        elif weight:
-            flat = self._pseudo_gradient(index, self.anchor.fetch(index, layer))
+        if weight:
+            flat = self._pseudo_gradient(index, self.anchor.fetch(index, layer)).mul_(weight)
         else:
-            flat = torch.empty(layer.numel, dtype=layer.dtype, device=layer.device)
-        flat = flat.mul_(weight) if weight else flat.zero_()
+            flat = layer.empty().zero_()
         with self._traffic("sum of pseudo gradients", layer):
             self._flying[index] = flat, self.replicas.start_sum(flat)
         self._sent = index + 1
@@ -431,12 +419,10 @@ class Round:
 
     def report(self, total_steps: int) -> RoundReport:
         """The report of a completed round; ``total_steps`` including this round's."""
-        clip = self._clip
+        clip = torch.full((len(self.columns),), torch.nan, dtype=torch.float64)
+        clip[[layer.column for layer in self.layers]] = 1.0
         if self._factors:
             clip[list(self._factors)] = torch.stack(list(self._factors.values())).double().cpu()
-        for layer in self.layers:
-            if layer.column not in self._factors:
-                clip[layer.column] = 1.0
         squares = self.weights.square().sum(0)
         return RoundReport(
             rank=self.replicas.rank,

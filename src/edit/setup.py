@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .comm import Replicas, is_unit, mesh_ranks, wrapper_of
+from .comm import Replicas, mesh_ranks, wrapper_of
 from .layers import Layer
 from .schedule import EverySteps
 
@@ -73,11 +73,6 @@ def tell_stages_apart(said: dict[int, dict[str, Any]]) -> dict[int, dict[str, st
     return {
         rank: {name: called(name, told["stage"]) for name in told["layers"]} for rank, told in said.items()
     }
-
-
-def units_of(model: nn.Module) -> list[nn.Module]:
-    """The ``fully_shard``ed modules."""
-    return [module for module in model.modules() if is_unit(module)]
 
 
 def check_model(model: Any, replicas: Replicas) -> None:
@@ -175,6 +170,8 @@ def describe_layer(layer: Layer) -> list[tuple[str, tuple[int, ...], str]]:
 def build_inner(inner: Any, model: nn.Module, kwargs: dict[str, Any]) -> torch.optim.Optimizer:
     """The inner optimizer, on exactly the model's trainable parameters."""
     trainable = [param for param in model.parameters() if param.requires_grad]
+    if not trainable:
+        raise ValueError("model has no trainable parameters: set requires_grad before the optimizer")
     if isinstance(inner, torch.optim.Optimizer):
         if kwargs:
             raise TypeError(
@@ -183,8 +180,6 @@ def build_inner(inner: Any, model: nn.Module, kwargs: dict[str, Any]) -> torch.o
             )
         optimizer = inner
     elif callable(inner):
-        if not trainable:
-            raise ValueError("model has no trainable parameters: set requires_grad before the optimizer")
         try:
             optimizer = inner(trainable, **kwargs)
         except TypeError as error:

@@ -33,8 +33,7 @@ class Piece(Layer):
 
     def read(self, flat: Tensor | None = None) -> Tensor:
         """``flat <- θ``; a new one if none is given."""
-        if flat is None:
-            flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        flat = self.empty() if flat is None else flat
         values = self.whole.read()[self.begin : self.begin + self.numel]
         flat[len(values) :].zero_()
         flat[: len(values)].copy_(values)
@@ -74,22 +73,21 @@ class SpreadRound(Round):
                 piece.pseudo_gradient(a, theta, theta)
             self._slices.append(slices)
             measured.append(torch.stack([*map(piece.squares, slices), piece.squares(a) * 0]))
-        return torch.stack(measured, 1) if measured else torch.zeros(0, dtype=torch.float64)
+        return torch.stack(measured, 1)
 
     def _combine(self) -> None:
         """``Δ̄``, from the slices that count (0·NaN is not 0), and its squared norms over all ranks."""
         combined: list[Tensor] = []
         for piece in self.anchor.layers:
-            flat = piece.zeros()
+            flat = piece.empty().zero_()
             weights = self.weights[:, piece.column].tolist()
             for delta, weight in zip(self._slices.pop(0), weights, strict=True):
                 if weight:
                     flat.add_(delta, alpha=weight)
             combined.append(flat)
         norms = torch.zeros(len(self.columns), dtype=torch.float64)
-        if combined:
-            shares = [piece.squares(flat) for piece, flat in zip(self.anchor.layers, combined, strict=True)]
-            norms[[layer.column for layer in self.layers]] = torch.stack(shares).cpu()
+        shares = [piece.squares(flat) for piece, flat in zip(self.anchor.layers, combined, strict=True)]
+        norms[[layer.column for layer in self.layers]] = torch.stack(shares).cpu()
         with self._traffic("norms of the clip"):
             self._wait(self.replicas.start_exchange(norms), on_host=True)
         for index, flat in enumerate(combined):

@@ -66,7 +66,7 @@ def probe(outer: Outer) -> dict[str, Any]:
 
 def _name(opt: LocalSGDOptimizer, layer: Layer, key: str, value: Any) -> str:
     """Under which key a layer's ``value`` is saved; a slice, with the first parameter, under the layer's own."""
-    if opt._spread and key != START and _dim(value):
+    if opt._spread and key != START and dim(value):
         return f"{PART}.{key.removeprefix(PREFIX)}.{clean(layer.name)}"
     return key
 
@@ -96,7 +96,7 @@ def export(opt: LocalSGDOptimizer) -> Entries:
         opt._anchor.taken = False
     opt._anchor.synchronise()
     for index, layer in enumerate(opt._layers):
-        flat, kept = opt._anchor.flats[index].data, opt._anchor.state_of(index)
+        flat, kept = opt._anchor.flats[index].data, opt._anchor.outer.state.get(opt._anchor.flats[index], {})
         columns = {ANCHOR: flat}
         if opt._delay:
             columns[START] = layer.read() if opt._start is None else opt._start.flats[index]
@@ -113,7 +113,7 @@ def export(opt: LocalSGDOptimizer) -> Entries:
         for key, value in columns.items():
             if (name := _name(opt, layer, key, value)) != key:
                 first[name] = _plain(value)
-            elif _dim(value) == 1:
+            elif dim(value) == 1:
                 for param, part in zip(layer.params, layer.parts(value), strict=True):
                     entries[param][key] = sharded_like(param, part)
             else:
@@ -291,8 +291,7 @@ def _restore_start(opt: LocalSGDOptimizer, entries: Entries, first: dict[str, An
     if opt._delay and all(START in entries.get(param, {}) for layer in opt._layers for param in layer.params):
         flats = [layer.read() for layer in opt._layers]
         for layer, flat in zip(opt._layers, flats, strict=True):
-            for param, part in zip(layer.params, layer.parts(flat), strict=True):
-                part.copy_(local(entries[param][START]))
+            _copy(opt, layer, START, flat, entries, first)
         buffers = opt._buffers.clone()
         for name, buffer in zip(opt._buffers.names, buffers, strict=True):
             if (value := first.get(START_BUFFER + clean(name))) is not None:
@@ -346,7 +345,7 @@ def _check(opt: LocalSGDOptimizer, entries: Entries) -> None:
             entry = entries.get(param, {})
             flats = {} if opt._spread else {ANCHOR: entry.get(ANCHOR)}
             flats |= {
-                key: value for key, value in entry.items() if key.startswith((OUTER, START)) and _dim(value)
+                key: value for key, value in entry.items() if key.startswith((OUTER, START)) and dim(value)
             }
             for key, value in flats.items():
                 if value is None or value.shape != param.shape or local(value).shape != local(param).shape:
@@ -356,7 +355,8 @@ def _check(opt: LocalSGDOptimizer, entries: Entries) -> None:
                     )
 
 
-def _dim(value: Any) -> int:
+def dim(value: Any) -> int:
+    """Dimensions; 0 of what is no tensor."""
     return value.dim() if isinstance(value, Tensor) else 0
 
 
