@@ -1,4 +1,5 @@
-"""Ranks, groups and sharded tensors: the only file that knows ``torch.distributed`` and DTensor.
+"""Ranks, groups and sharded tensors: the only file that knows ``torch.distributed`` and DTensor (but for checkpoint
+files, which are torch's own).
 
 Everybody else sees replicas, plain local tensors and sums. Four kinds of process group, all the package's
 own, so that its traffic never queues behind the model's:

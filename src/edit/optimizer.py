@@ -1,4 +1,4 @@
-"""``LocalSGDOptimizer``: inner step -> due? -> round. The whole story on one screen, then the details."""
+"""``LocalSGDOptimizer``: inner step -> due? -> round. The story first, then the details."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
     def _warn(self, round: Round) -> None:
         """Of what went wrong in it: on the leader, and on the first rank of the replica concerned."""
         mine = self.replicas
-        for kind, replica, line in round.events():
+        for kind, replica, line in round.events:
             if mine.rank == mine.leader or (replica == mine.index and mine.member == 0):
                 self._events.warn(kind, line)
 
@@ -618,19 +618,16 @@ class LocalSGDOptimizer(WrappedOptimizer):
         if self._saving is not None:
             wait([self._saving])
         with agree(self.replicas, what, files=True):
-            self._check_boundary(what)
-
-    def _check_boundary(self, what: str) -> None:
-        if self._steps or self._due:
-            raise RuntimeError(
-                f"{what} must be called at a round boundary, but this replica made {self._steps} steps since the "
-                f"last one{', which is under way' * self._due}: call sync() first, on all ranks"
-            )
-        if self._spread and self._anchor.taken:
-            raise RuntimeError(
-                f"{what} needs the whole anchor, of which offload='replicas' holds slices: close() this "
-                "optimizer after sync(), and build a new one"
-            )
+            if self._steps or self._due:
+                raise RuntimeError(
+                    f"{what} must be called at a round boundary, but this replica made {self._steps} steps since the "
+                    f"last one{', which is under way' * self._due}: call sync() first, on all ranks"
+                )
+            if self._spread and self._anchor.taken:
+                raise RuntimeError(
+                    f"{what} needs the whole anchor, of which offload='replicas' holds slices: close() this "
+                    "optimizer after sync(), and build a new one"
+                )
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -87,7 +88,7 @@ class Round:
 
     In every group, every rank issues the same collectives in the same order, whatever its forward does: the
     exchange, the verdicts, buffers, then per layer, in the order of ``layers``, a sum over the replicas and a
-    scalar inside the replica. *When* a rank goes on is its own affair; what it does next never is.
+    scalar inside the replica (:class:`SpreadRound` has other ones of layers). *When* a rank goes on is its own affair; what it does next never is.
 
     Without ``start``, a layer's traffic begins when the forward comes near it. With it, a thread carries all of it
     from the launch on, from these copies, and :meth:`advance` waits for the thread; until it has ended, nothing else
@@ -397,6 +398,7 @@ class Round:
 
     # ------------------------------------------------------------------------------------------ report
 
+    @cached_property
     def expected(self) -> dict[str, Tensor]:
         """What the penalty judged by, if it says so. Asked after the round, when an error in it stops nobody else."""
         if not hasattr(self.penalty, "expected"):
@@ -409,12 +411,13 @@ class Round:
             )
         return tables
 
+    @cached_property
     def events(self) -> list[tuple[str, int | None, str]]:
         """Who was left out, and which layers went back: kind, replica, line."""
         if not bool(self.out.any()):
             return []
         return events.of_round(
-            self.number, self.columns, self.steps, self.norms, self.out, self.weights, self.expected()
+            self.number, self.columns, self.steps, self.norms, self.out, self.weights, self.expected
         )
 
     def report(self, total_steps: int) -> RoundReport:
@@ -431,13 +434,13 @@ class Round:
             steps=self.steps,
             total_steps=total_steps,
             norms=self.norms,
-            expected=self.expected(),
+            expected=self.expected,
             out=self.out,
             weights=self.weights,
             effective_replicas=torch.where(squares > 0, 1 / squares, 0.0),
             clip=clip,
             rolled_back=squares == 0,
-            events=[line for _, _, line in self.events()],
+            events=[line for _, _, line in self.events],
             bytes_sent=self.replicas.bytes_sent - self._bytes,
             seconds_total=time.perf_counter() - self._launched,
             seconds_waited=self._waited,
