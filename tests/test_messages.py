@@ -132,6 +132,9 @@ def test_the_first_of_those_who_wait_says_once_for_whom(caplog: pytest.LogCaptur
         watches[rank].look()
         return [record.getMessage() for record in caplog.records]
 
+    for each in watches:  # nobody waits for the store but the thread that looks
+        assert each.rank not in notes
+        each.look()
     now = 2200.0
     with watches[1].waiting("round 4: averaging buffers"), watches[2].waiting("round 4: averaging buffers"):
         assert look(1, 2259.0) == look(2, 2259.0) == []
@@ -145,6 +148,7 @@ def test_the_first_of_those_who_wait_says_once_for_whom(caplog: pytest.LogCaptur
         assert look(1, 2500.0) == []
     for rank in range(6):
         watches[rank].note(4, APPLYING)
+        watches[rank].look()
     # Nobody is a round behind, and the leader is the one who does something else: the next one says so.
     with ExitStack() as stack:
         for rank in range(1, 6):

@@ -44,7 +44,7 @@ class Anchor:
         return self._host(layer.empty())
 
     def _host(self, tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda, device="cpu")
 
     def _fetch(self, tensor: Tensor, device: torch.device) -> Tensor:
         # From pinned memory the copy is asynchronous and ordered on the current stream, where it is used.

@@ -72,7 +72,7 @@ class EMAZTest:
     def init(self, replicas: int, layers: int) -> dict[str, Tensor]:
         """m ``mean``, v ``var``, n ``count``, k ``streak`` of anomalies; each ``[R, L]`` float64, all 0."""
         keys = ("mean", "var", "count", "streak")
-        return {key: torch.zeros(replicas, layers, dtype=torch.float64) for key in keys}
+        return {key: torch.zeros(replicas, layers, dtype=torch.float64, device="cpu") for key in keys}
 
     def expected(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """For messages and reports: μ ``mean`` and σ ``sigma`` of each replica's norms so far, ``[R, L]``; NaN where

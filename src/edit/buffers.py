@@ -39,6 +39,13 @@ class Buffers:
         """Contiguous copies of the tensors as they are now."""
         return [tensor.clone(memory_format=torch.contiguous_format) for tensor in self.tensors()]
 
+    def changed(self) -> str | None:
+        """The name of a buffer that has another shape, dtype or device than at first."""
+        for name, now, then in zip(self.names, self.tensors(), self.agreed, strict=True):
+            if (now.shape, now.dtype, now.device) != (then.shape, then.dtype, then.device):
+                return name
+        return None
+
     def write(self, values: list[Tensor]) -> None:
         """Set the model's buffers."""
         for tensor, value in zip(self.tensors(), values, strict=True):
@@ -51,7 +58,7 @@ class Buffers:
         the round; ``first``: whether it is replica 0.
         """
         if not tensors:
-            return torch.empty(0)  # which nobody sends
+            return torch.empty(0, device="cpu")  # which nobody sends
         values, counts = [], []
         for tensor in tensors:
             floating = tensor.is_floating_point()

@@ -384,7 +384,7 @@ class _Source:
             )
         if key not in self.entries:
             self.entries[key] = sharded_like(
-                like, torch.empty(local(like).shape, dtype=saved.properties.dtype)
+                like, torch.empty(local(like).shape, dtype=saved.properties.dtype, device="cpu")
             )
         return key
 
@@ -399,7 +399,7 @@ class _Source:
         ids = state.keys_of(optimizer.inner.param_groups, packed["param_groups"])
         states: dict[str, dict[str, Any]] = {name: {} for name in self._named}
         for name in self._params:
-            states[name][state.BEGAN] = torch.tensor(False)
+            states[name][state.BEGAN] = torch.tensor(False, device="cpu")
         # Ranks of a replica may hold different layers, so all are asked; this one's own word is the last. A
         # tensor that is not shaped like its parameter belongs to a shard of the old mesh.
         for rank in [*ranks, rest]:

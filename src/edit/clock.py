@@ -29,13 +29,12 @@ class ReplicaClock:
         if self._answer is not None:
             asked, value, work = self._answer
             self._answer = None
-            if work is not None:
-                work.wait()
+            self._wait(work)
             if value.item() == 0:
                 return True
             self._next = asked + int(value.item())
         if progress.steps >= self._next:
-            value = torch.zeros(1, dtype=torch.int64)
+            value = torch.zeros(1, dtype=torch.int64, device="cpu")
             if self._replicas.member == 0:
                 value.fill_(self._ask_again(progress))
             self._answer = progress.steps, value, self._replicas.start_from_first_member(value)
@@ -46,17 +45,21 @@ class ReplicaClock:
         if self._answer is None:
             return [self._next, -1, -1]
         asked, value, work = self._answer
-        if work is not None:
-            work.wait()
+        self._wait(work)
         return [self._next, asked, value.item()]
 
     def load(self, saved: list[float]) -> None:
         """Set what :meth:`save` gave."""
         self._next, asked, value = map(int, saved)
-        self._answer = None if asked < 0 else (asked, torch.tensor([value]), None)
+        self._answer = None if asked < 0 else (asked, torch.tensor([value], device="cpu"), None)
 
     def restart(self) -> None:
         """A round begins: steps count from 0 again, and an answer under way is not wanted any more."""
-        if self._answer is not None and self._answer[2] is not None:
-            self._answer[2].wait()
+        if self._answer is not None:
+            self._wait(self._answer[2])
         self._answer, self._next = None, 0
+
+    def _wait(self, work: Work | None) -> None:
+        with self._replicas.naming("asking the first rank of this replica what its clock says"):
+            if work is not None:
+                work.wait()

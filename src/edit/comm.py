@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -177,6 +177,7 @@ class Replicas:
     def __init__(self, mesh: DeviceMesh | None, timeout: timedelta) -> None:
         self.timeout = timeout
         wrong: Exception | None = None
+        self.watch: Watch | None = None
         self.bytes_sent = 0  # by this rank to other replicas, all-reduce counted as a ring
         self._groups: dict[tuple[Any, ...], dist.ProcessGroup | None] = {}
         if not (dist.is_available() and dist.is_initialized()):
@@ -188,7 +189,7 @@ class Replicas:
                 )
             if mesh is not None:
                 raise RuntimeError("mesh needs a process group, and there is none: call init_process_group()")
-            grid, me = torch.zeros(1, 1, dtype=torch.int64), 0
+            grid, me = torch.zeros(1, 1, dtype=torch.int64, device="cpu"), 0
         else:
             me = dist.get_rank()
             try:
@@ -196,6 +197,11 @@ class Replicas:
                     self.timeout = timedelta(seconds=60)
                     raise TypeError(
                         f"timeout must be a timedelta or None, but is {timeout!r}: use timedelta(hours=1)"
+                    )
+                if timeout < timedelta(seconds=1):
+                    self.timeout = timedelta(seconds=60)
+                    raise ValueError(
+                        f"timeout must be at least 1 s, but is {timeout}: use timedelta(hours=1)"
                     )
                 if mesh is not None and not isinstance(mesh, DeviceMesh):
                     raise TypeError(
@@ -269,12 +275,13 @@ class Replicas:
             if len(part) > 1 and key not in self._groups:
                 group = None
                 if self.everyone or self.rank in part:
-                    group = dist.new_group(
-                        part,
-                        timeout=self.timeout,
-                        backend=_backend(device_type),
-                        use_local_synchronization=not self.everyone,
-                    )
+                    with self.naming(f"making the group {purpose} {part}, which all ranks must do together,"):
+                        group = dist.new_group(
+                            part,
+                            timeout=self.timeout,
+                            backend=_backend(device_type),
+                            use_local_synchronization=not self.everyone,
+                        )
                 self._groups[key] = group if self.rank in part else None
             if self.rank in part:
                 mine = self._groups.get(key)
@@ -315,7 +322,8 @@ class Replicas:
             self.watch.close()
         for group in self._groups.values():
             if group is not None:
-                dist.destroy_process_group(group)
+                with suppress(ValueError):  # all groups were destroyed before
+                    dist.destroy_process_group(group)
         self._groups.clear()
 
     # Collectives. With one replica, or one rank, there is nobody to talk to and they do nothing.
@@ -445,7 +453,7 @@ def _stage(mesh: DeviceMesh | None) -> int | None:
 def _grid(mesh: DeviceMesh | None) -> Tensor:
     """Ranks as ``[replica, member]``."""
     if mesh is None:
-        return torch.arange(dist.get_world_size()).unsqueeze(1)
+        return torch.arange(dist.get_world_size(), device="cpu").unsqueeze(1)
     names = mesh.mesh_dim_names or ()
     named = [dim for dim, name in enumerate(names) if name in REPLICATE]
     if len(named) != 1:

@@ -104,7 +104,9 @@ class GradientAverage:
                 if param.grad is not None and param.grad.is_sparse:
                     raise TypeError(f"the gradient of {name} must be dense, but is sparse: use sparse=False")
             # Made on the host and moved: made on a device, it would wait for all that the device has to do.
-            counts = torch.tensor([param.grad is not None for param in params], dtype=layer.dtype)
+            counts = torch.tensor(
+                [param.grad is not None for param in params], dtype=layer.dtype, device="cpu"
+            )
             counts = counts.to(layer.device, non_blocking=True)
             parts = [
                 (torch.zeros_like(local(p)) if p.grad is None else local(p.grad)).to(layer.dtype).flatten()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from . import state as saved
@@ -201,6 +201,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
                 self._end_warmup()
         return result
 
+    @torch.inference_mode(False)  # an evaluation may begin with it; what it makes lives on
     def sync(self) -> None:
         """Bring all replicas together, whatever their numbers of steps: at the end of training or of the
         data, before an evaluation or an elastic save.
@@ -468,9 +469,13 @@ class LocalSGDOptimizer(WrappedOptimizer):
         self._reshard()
         with agree(replicas, "the cut into layers"):
             self._layers: list[Layer] = cut(self.model, self._chosen)
+        self._buffers = Buffers(self.model)
         mine = {
             "settings": {**self._settings, "inner": type(self.inner).__name__},
             "layers": {layer.name: describe_layer(layer) for layer in self._layers},
+            "parameters and buffers": {
+                name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in self._tensors()
+            },
             "stage": replicas.stage,
         }
         names = tell_stages_apart(compare(replicas, mine))
@@ -494,7 +499,6 @@ class LocalSGDOptimizer(WrappedOptimizer):
         )
         self._elements = max(1.0, sum(shares[rank] for rank in replicas.grid[0]))
 
-        self._buffers = Buffers(self.model)
         self._start_equal()
         held = pieces(self._layers, replicas) if self._spread else self._layers
         self._anchor = Anchor(held, self._make_outer, "cpu" if self._offload == "cpu" else None)
@@ -514,9 +518,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         """Replicas that differ are overwritten by replica 0's, and the log says where."""
         if self.replicas.count == 1:
             return
-        tensors = [(name, local(param)) for name, param in self.model.named_parameters()]
-        tensors += list(zip(self._buffers.names, self._buffers.tensors(), strict=True))
-        differed = []
+        tensors, differed = self._tensors(), []
         for name, tensor in tensors:
             first = tensor.clone(memory_format=torch.contiguous_format)
             self.replicas.from_first_replica(first)
@@ -530,6 +532,11 @@ class LocalSGDOptimizer(WrappedOptimizer):
                 "overwritten: load the same weights on every rank before LocalSGDOptimizer(...)",
                 self.replicas.index, len(differed), len(tensors), ", ".join(differed[:3]),
             )  # fmt: skip
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        """All parameters and persistent buffers: this rank's part."""
+        parameters = [(name, local(param)) for name, param in self.model.named_parameters()]
+        return parameters + list(zip(self._buffers.names, self._buffers.tensors(), strict=True))
 
     def _set_phase(self) -> None:
         """Gradients are averaged in the warm-up, and are the replica's own after it."""
@@ -563,6 +570,11 @@ class LocalSGDOptimizer(WrappedOptimizer):
                         f"{name} was replaced, sharded, cast or moved after LocalSGDOptimizer(...): prepare the "
                         "model first, then build the optimizer"
                     )
+        if (changed := self._buffers.changed()) is not None:
+            return (
+                f"the buffer {changed} was resized, cast or moved after LocalSGDOptimizer(...): a buffer that grows "
+                "must be registered with persistent=False"
+            )
         for param, name in now.items():
             if param.requires_grad and param not in known:
                 return (
@@ -606,7 +618,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         self._check_itself()
         if self._failure is not None:
             raise RuntimeError(
-                f"this LocalSGDOptimizer can no longer be used: {self._failure}"
+                f"this LocalSGDOptimizer can no longer be used: {self._failure or repr(self._failure)}"
             ) from self._failure
         if self._in_consensus:
             raise RuntimeError(

@@ -143,15 +143,15 @@ class Round:
         self._bytes = replicas.bytes_sent
         self._launched = time.perf_counter()
 
-        self._matrix = torch.zeros(replicas.count, len(columns) + _EXTRA, dtype=torch.float64)
+        self._matrix = torch.zeros(replicas.count, len(columns) + _EXTRA, dtype=torch.float64, device="cpu")
         extra = self._matrix[replicas.index, len(columns) :]
         extra[_STEPS], extra[_STEPS_SQUARED] = steps, steps**2
         extra[_FLAGS] = float(called) + (_PROBLEM if problem else 0.0)
         extra[_TIME] = time.time() if replicas.member == 0 else 0.0
-        self.weights = torch.zeros(replicas.count, len(columns), dtype=torch.float64)
+        self.weights = torch.zeros(replicas.count, len(columns), dtype=torch.float64, device="cpu")
         # From the leader: whether all is well, the weights, the penalty's new state.
         sizes = [1, self.weights.numel(), *(value.numel() for value in memory.values())]
-        self._told = torch.zeros(sum(sizes), dtype=torch.float64)
+        self._told = torch.zeros(sum(sizes), dtype=torch.float64, device="cpu")
         self._leads = replicas.rank == replicas.leader
         self._measured = self._matrix[replicas.index :][:1]  # the rows of replicas that this rank measures
         self._thread: Background | None = None
@@ -187,7 +187,7 @@ class Round:
     def _measure(self) -> Tensor:
         """``[2, layers]``: this rank's share of the squared norms of Δ and of a. Nothing waits for the device."""
         if self.problem is not None:
-            return torch.zeros(2, 0, dtype=torch.float64)
+            return torch.zeros(2, 0, dtype=torch.float64, device="cpu")
         squares, anchors = [], []
         for index, layer in enumerate(self.layers):
             a = self.anchor.fetch(index, layer)
@@ -243,7 +243,7 @@ class Round:
             try:
                 self._check(extra)
                 self.weights.copy_(_checked(self.penalty.weights(self.norms.clone(), self.steps, self._new)))
-                parts = [torch.ones(1), self.weights, *(self._new[key] for key in self.memory)]
+                parts = [torch.ones(1, device="cpu"), self.weights, *(self._new[key] for key in self.memory)]
                 self._told.copy_(torch.cat([part.flatten().double() for part in parts]))
             except Exception as error:  # all the others are waiting to be told
                 fault = error
@@ -422,7 +422,7 @@ class Round:
 
     def report(self, total_steps: int) -> RoundReport:
         """The report of a completed round; ``total_steps`` including this round's."""
-        clip = torch.full((len(self.columns),), torch.nan, dtype=torch.float64)
+        clip = torch.full((len(self.columns),), torch.nan, dtype=torch.float64, device="cpu")
         clip[[layer.column for layer in self.layers]] = 1.0
         if self._factors:
             clip[list(self._factors)] = torch.stack(list(self._factors.values())).double().cpu()

@@ -38,7 +38,7 @@ def agree(replicas: Replicas, what: str, *, files: bool = False) -> Iterator[Non
 def compare(replicas: Replicas, mine: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """Collective. Raise if ranks differ in what must be equal. Returns what each rank said.
 
-    ``mine["settings"]`` must be equal everywhere, ``mine["layers"]`` on all ranks that hold the same shard.
+    ``mine["settings"]`` must be equal everywhere, all else on all ranks that hold the same shard, order included.
     """
     said = replicas.gather_objects(mine)
     for row in replicas.grid:
@@ -46,6 +46,7 @@ def compare(replicas: Replicas, mine: dict[str, Any]) -> dict[int, dict[str, Any
             first = replicas.grid[0][member]
             _same("settings", replicas.leader, said[replicas.leader], rank, said[rank])
             _same("layers", first, said[first], rank, said[rank])
+            _same("parameters and buffers", first, said[first], rank, said[rank])
     return said
 
 
@@ -57,6 +58,11 @@ def _same(what: str, a: int, of_a: dict[str, Any], b: int, of_b: dict[str, Any])
                 f"{what} must be the same on all replicas, but {key} is {ours.get(key)} on rank {a} and "
                 f"{theirs.get(key)} on rank {b}: build the same model and optimizer on every rank"
             )
+    if [*ours] != [*theirs]:
+        raise ValueError(
+            f"{what} must be in the same order on all replicas, but are {[*ours]} on rank {a} and {[*theirs]} on rank "
+            f"{b}: build the model in an order that does not depend on the process (sets of strings do)"
+        )
 
 
 def tell_stages_apart(said: dict[int, dict[str, Any]]) -> dict[int, dict[str, str]]:

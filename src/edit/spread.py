@@ -85,7 +85,7 @@ class SpreadRound(Round):
                 if weight:
                     flat.add_(delta, alpha=weight)
             combined.append(flat)
-        norms = torch.zeros(len(self.columns), dtype=torch.float64)
+        norms = torch.zeros(len(self.columns), dtype=torch.float64, device="cpu")
         shares = [piece.squares(flat) for piece, flat in zip(self.anchor.layers, combined, strict=True)]
         norms[[layer.column for layer in self.layers]] = torch.stack(shares).cpu()
         with self._traffic("norms of the clip"):

@@ -51,14 +51,14 @@ def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
 
 def probe(outer: Outer) -> dict[str, Any]:
     """What ``outer`` keeps for a vector of one element after one step with gradient 0: names and values."""
-    param = nn.Parameter(torch.zeros(1))
+    param = nn.Parameter(torch.zeros(1, device="cpu"))
     optimizer = outer([param])
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"outer must return a torch.optim.Optimizer, but returned {optimizer!r}: give Nesterov(), Average() "
             "or functools.partial(torch.optim.SGD, lr=...)"
         )
-    param.grad = torch.zeros(1)
+    param.grad = torch.zeros(1, device="cpu")
     optimizer.step()
     kept = optimizer.state.get(param, {})
     return {key: value for key, value in kept.items() if isinstance(value, Tensor | int | float)}
@@ -80,7 +80,7 @@ def _part(opt: LocalSGDOptimizer) -> Tensor:
         for param, (name, *described) in zip(layer.params, describe_layer(layer), strict=True)
     ]
     where = [replicas.slot, replicas.count, replicas.member, replicas.members]
-    return torch.tensor([*where, zlib.crc32(repr(how).encode())])
+    return torch.tensor([*where, zlib.crc32(repr(how).encode())], device="cpu")
 
 
 @torch.no_grad()
@@ -106,7 +106,7 @@ def export(opt: LocalSGDOptimizer) -> Entries:
                 value = value if key in kept else torch.zeros_like(flat)
             columns[OUTER + key] = value
         for param in layer.params:
-            entries[param] = {BEGAN: torch.tensor(bool(kept))}
+            entries[param] = {BEGAN: torch.tensor(bool(kept), device="cpu")}
         if opt._spread and not index:
             first = entries[layer.params[0]]
             first[PART] = _part(opt)
@@ -188,9 +188,9 @@ def pack(opt: LocalSGDOptimizer, inner: dict[str, Any]) -> dict[str, Any]:
         run += [opt._due, opt._anchor.taken, opt._time() - opt._last_round, *opt._replica_clock.save()]
         at_start = opt._buffers.clone() if opt._start is None else opt._start.buffers
         states[ids[opt._layers[0].params[0]]] |= {
-            RUN: torch.tensor(run, dtype=torch.float64),
+            RUN: torch.tensor(run, dtype=torch.float64, device="cpu"),
             **{
-                OPTION + key: torch.tensor(float(value), dtype=torch.float64)
+                OPTION + key: torch.tensor(float(value), dtype=torch.float64, device="cpu")
                 for key, value in _options(opt._anchor)
             },
             **{MEMORY + key: value.clone() for key, value in opt._memory.items()},

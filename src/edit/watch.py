@@ -1,8 +1,8 @@
 """Who is late: while a rank waits long for others, one line says for whom, and since when.
 
-Ranks leave a note in a store that all can read: twice in a round, when they get that far, and when they have waited
-long. Nobody waits for a note. One thread, which sleeps most of the time, compares the notes then; of those who wait,
-the lowest rank speaks.
+Each rank has a thread that sleeps most of the time. When it wakes it leaves, in a store that all can read, a note of how
+far the rank has come, and that it has waited long, if it has; then it compares the notes. Of those who wait, the lowest
+rank speaks. The training loop never touches the store.
 """
 
 from __future__ import annotations
@@ -50,12 +50,16 @@ class Watch:
         self._pending: dict[int, tuple[str, float]] = {}  # by thread: what it waits for, since when
         self._said: set[tuple[str, float]] = set()
         self._waits = ""  # for what, longer than the limit
+        self._left = ""  # the note that others can read
         self._stop: Callable[[], object] = lambda: None
         self._events = Events(log, seconds=10 * limit, clock=now)
         self.note(0, BUILT)
 
     def start(self) -> None:
         """Begin to look, now and then, until :meth:`close`, or until nobody else holds this object."""
+        self._leave_note()
+        # From here on only the thread touches the store. It may wait there for ever, for a host that has vanished, and
+        # whoever else asks the store meanwhile waits with it.
         look = functools.partial(_look_again, weakref.ref(self), self.limit / 4)
         self._stop = background.start("edit.watch", look, self)
 
@@ -66,13 +70,13 @@ class Watch:
     def note(self, round: int, stage: int) -> None:
         """Let others know how far this rank has come."""
         self._reached = round, stage, self._now()
-        self._leave_note()
 
     def _leave_note(self) -> None:
         round, stage, at = self._reached
-        # A store that is gone shows in the next collective, with a better message.
-        with suppress(RuntimeError):
-            self._write(f"{round} {stage} {at} {self._waits}")
+        note = f"{round} {stage} {at} {self._waits}"
+        if note != self._left:
+            self._write(note)
+            self._left = note
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -83,12 +87,12 @@ class Watch:
             yield
         finally:
             self._said.discard(self._pending.pop(me))
-            if self._waits:
-                self._waits = ""
-                self._leave_note()
+            self._waits = ""
 
     def look(self) -> None:
-        """If something has been waited for longer than the limit, say so, once, unless a lower rank that waits does."""
+        """Leave a note if there is news. If something has been waited for longer than the limit, say so, once, unless a
+        lower rank that waits does."""
+        self._leave_note()
         for entry in list(self._pending.values()):
             what, since = entry
             if self._now() - since < self.limit or entry in self._said:
