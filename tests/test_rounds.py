@@ -349,3 +349,102 @@ def test_batchnorm_under_activation_checkpointing_is_averaged_too() -> None:
     a, b = threads(2, run)
     assert len(a) == 2
     same(a, b, 0)
+
+
+# ------------------------------------------------------------------------------- what a user's process may be set to
+
+
+def grads_of(rank: int, probe: bool) -> list[list[Tensor]]:
+    """Gradients in the warm-up, after a backward that failed, and with ``torch.autograd.grad`` before each backward."""
+    model = net()
+    optimizer = optimizer_of(model, None, schedule=edit.EverySteps(2, 4), lr=0.0)
+    if probe:
+        handle = model.up.weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(model, 9, rank).backward()
+        handle.remove()
+        model.zero_grad()
+    seen = []
+    for step in range(3):
+        loss = loss_of(model, step, rank)
+        if probe:
+            assert all(
+                g.isfinite().all()
+                for g in torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+            )
+        loss.backward()
+        seen.append([p.grad.clone() for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    return seen
+
+
+def test_autograd_grad_and_a_failed_backward_in_the_warm_up() -> None:
+    model = net()
+    for probe in (False, True):
+        got = threads(2, grads_of, probe)
+        for step in range(3):
+            model.zero_grad()
+            (sum(loss_of(model, step, replica) for replica in range(2)) / 2).backward()
+            for of_rank in got:
+                same(of_rank[step], [p.grad for p in model.parameters()])
+
+
+def trains(rank: int, offload: str | None, how: str) -> list[Tensor]:
+    model = net()
+    outer = lambda params: torch.optim.Adam(params, lr=0.01)  # noqa: E731
+    optimizer = optimizer_of(model, None, schedule=edit.EverySteps(2), outer=outer, offload=offload)
+    for step in range(5):
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            with torch.inference_mode(how == "inference"):
+                optimizer.sync()
+    optimizer.sync()
+    optimizer.close()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("offload", [None, "cpu", "replicas"])
+def test_sync_in_inference_mode(offload: str | None) -> None:
+    """What it makes, the state of an outer Adam, lives on."""
+    wanted = threads(2, trains, offload, "plain")
+    same(threads(2, trains, offload, "inference"), wanted, 0)
+
+
+def elsewhere(rank: int, offload: str | None) -> list[Tensor]:
+    with torch.device("meta"):
+        model = net().to_empty(device="cpu")
+        model.load_state_dict(KEPT)
+        optimizer = optimizer_of(model, None, schedule=edit.EverySteps(2), offload=offload)
+        for step in range(5):
+            with torch.device("cpu"):
+                loss = loss_of(model, step, rank)
+            loss.backward()
+            optimizer.step()
+        optimizer.sync()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.close()
+    return [p.detach() for p in model.parameters()]
+
+
+KEPT = net().state_dict()
+
+
+@pytest.mark.parametrize("offload", [None, "cpu", "replicas"])
+def test_a_default_device_that_is_not_the_host(offload: str | None) -> None:
+    one, two = threads(2, elsewhere, offload)
+    same(one, two, 0)
+    assert all(p.isfinite().all() and p.device.type == "cpu" for p in one)
+
+
+def destroys_first(rank: int) -> None:
+    optimizer = optimizer_of(net(), None)
+    torch.distributed.destroy_process_group()
+    optimizer.close()
+
+
+def test_close_after_all_groups_were_destroyed() -> None:
+    processes(2, destroys_first)

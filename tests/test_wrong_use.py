@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import edit
-from problems import Net, loss_of, net
+from problems import IN, OUT, Net, loss_of, net, seeded
 from ranks import mesh, processes, threads
 
 LIMIT = timedelta(seconds=4)  # of the package's groups: a rank that waits for another shows at once
@@ -147,7 +147,9 @@ def test_settings(bad: dict[str, Any], kind: type[Exception], words: tuple[str, 
 
 
 @pytest.mark.parametrize(
-    "bad", [{"timeout": 30}, {"timeout": "30"}, {"layers": 5}, {"mesh": "replicate"}], ids=str
+    "bad",
+    [{"timeout": 30}, {"timeout": "30"}, {"timeout": timedelta(0)}, {"layers": 5}, {"mesh": "replicate"}],
+    ids=str,
 )
 def test_arguments_of_the_wrong_type(bad: dict[str, Any]) -> None:
     ((name, value),) = bad.items()
@@ -648,6 +650,56 @@ def test_add_param_group_of_foreign_parameters_changes_nothing(foreign: set[int]
         return optimizer.rounds
 
     assert all(rounds >= 1 for rounds in threads(2, fn))
+
+
+# ------------------------------------------------------------------------------- models that are not the same
+
+
+class Named(nn.Module):
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({name: nn.Linear(IN, OUT) for name in names})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(part(x) for part in self.parts.values())
+
+
+def not_the_same(kind: str, rank: int) -> nn.Module:
+    model = seeded(Named("ba" if kind == "order" and rank else "ab"))
+    if kind == "frozen" and rank:
+        model.teacher = nn.Linear(2, 2).requires_grad_(False)
+    elif kind == "buffer" and rank:
+        model.register_buffer("seen", torch.zeros(3))
+    elif kind == "shape of a buffer":
+        model.register_buffer("seen", torch.zeros(3 + rank))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("order", ("layers must be in the same order on all replicas", "['parts.a', 'parts.b']", "['parts.b', 'parts.a']")),
+        ("frozen", ("parameters and buffers must be the same on all replicas", "teacher.weight is None on rank 0")),
+        ("buffer", ("parameters and buffers must be the same on all replicas", "seen is None on rank 0")),
+        ("shape of a buffer", ("parameters and buffers must be the same on all replicas", "(3,)", "(4,)")),
+    ],
+)  # fmt: skip
+def test_models_that_are_not_the_same(kind: str, words: tuple[str, ...]) -> None:
+    for message in on_every_rank(lambda rank: build(not_the_same(kind, rank))):
+        says(message, *words)
+
+
+def test_a_buffer_that_grows() -> None:
+    def fn(rank: int) -> None:
+        model = seeded(Named("ab"))
+        model.register_buffer("seen", torch.zeros(1))
+        optimizer = build(model)
+        model.seen = torch.cat([model.seen, torch.ones(1)])
+        train(model, optimizer, 0, rank)
+        optimizer.sync()
+
+    for message in on_every_rank(fn):
+        says(message, "round 1: the buffer seen was resized", "persistent=False")
 
 
 # ---------------------------------------------------------------------------- at the wrong time or place

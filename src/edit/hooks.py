@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 
 from .comm import Replicas, is_unit, local, set_gradient_hook
 from .layers import Layer
@@ -70,28 +71,27 @@ class GradientAverage:
         self.replicas = replicas
         self.layers = [(layer, layer.plain) for layer in layers if layer.plain]
         self._units = [unit for layer in layers for unit in layer.units]
-        self._last = False
+        self._task = -1  # the backward at whose end gradients are averaged
         self._handles: list[Any] = []
         for unit in self._units:
             set_gradient_hook(unit, self._average_unit)
-        if plain := [param for _, params in self.layers for param in params]:
-            # The first hook runs when the last gradient of a backward is computed, just before it is
-            # accumulated; the others run after each accumulation. (Re-entrant checkpointing nests backwards:
-            # each averages, which leaves what is equal already as it is.)
-            self._handles.append(torch.autograd.graph.register_multi_grad_hook(plain, self._computed))
-            self._handles += [
-                p.register_post_accumulate_grad_hook(self._accumulate)  # type: ignore[no-untyped-call]
-                for p in plain
-            ]
+        # (Re-entrant checkpointing nests backwards: each averages, which leaves what is equal already as it is.)
+        self._handles += [
+            param.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+            for _, params in self.layers
+            for param in params
+        ]
 
-    def _computed(self, gradients: Any) -> None:
-        self._last = True
+    def _accumulated(self, param: Tensor) -> None:
+        # By its number: a backward that fails never comes to its end. (``torch.autograd.grad`` accumulates nothing.)
+        if (task := torch._C._current_graph_task_id()) != self._task:
+            self._task = task
+            # As DDP and FSDP do it. Streams: the engine has made the caller's wait for those of all gradients.
+            Variable._execution_engine.queue_callback(self._end_of_backward)
 
-    def _accumulate(self, param: Tensor) -> None:
-        if self._last:
-            self._last = False
-            with self.replicas.naming(_WARMUP), torch.no_grad():
-                self._average()
+    def _end_of_backward(self) -> None:
+        with self.replicas.naming(_WARMUP), torch.no_grad():
+            self._average()
 
     def _average_unit(self, gradients: Tensor) -> None:
         with self.replicas.naming(_WARMUP):

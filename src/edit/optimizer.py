@@ -357,7 +357,8 @@ class LocalSGDOptimizer(WrappedOptimizer):
     def consensus(self) -> Iterator[nn.Module]:
         """Context in which the model's parameters and buffers are the anchor's: equal on all replicas.
 
-        For evaluation and export. No collective: one replica may do it alone. Afterwards everything is
+        For evaluation and export. No collective: one replica may do it alone. Not between a forward and its backward,
+        whose parameters it would change (so not in a round hook, which runs in a forward). Afterwards everything is
         exactly as before. In the warm-up the model is the consensus already. Right after a due step it is
         still the previous round's anchor: call :meth:`sync` first where that matters.
 
