@@ -60,6 +60,6 @@ class ReplicaClock:
         self._answer, self._next = None, 0
 
     def _wait(self, work: Work | None) -> None:
-        with self._replicas.naming("asking the first rank of this replica what its clock says"):
-            if work is not None:
+        if work is not None:
+            with self._replicas.naming("asking the first rank of this replica what its clock says"):
                 work.wait()

@@ -103,7 +103,7 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def _fsdp_state(module: nn.Module) -> Any:
-    # The one private interface of torch that is used here: ``fully_shard([a, b])`` makes one unit of two
+    # A private interface of torch, with that of `at_end_of_backward` the only one: ``fully_shard([a, b])`` makes one unit of two
     # modules, ``ignored_params`` leaves parameters out, and ``set_modules_to_forward_prefetch`` gathers a unit
     # before its own forward; nothing public says which modules share a unit, what it holds or what it prefetches.
     try:
@@ -153,6 +153,15 @@ def set_gradient_hook(module: nn.Module, hook: Callable[[Tensor], None] | None) 
     """Call ``hook`` with every gradient buffer of the unit after its reduce-scatter; ``None``: no more."""
     assert isinstance(module, FSDPModule)
     module.set_all_reduce_hook(hook)  # type: ignore[arg-type]
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """In a hook of a backward: call ``call()`` when all its gradients are accumulated.
+
+    No public interface tells that: hooks on leaves raise in ``torch.autograd.grad``. DDP and FSDP do the same.
+    Streams: before the calls, the engine has made the caller's stream wait for those of all gradients.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 # -------------------------------------------------------------------------------------------- replicas

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
-from .comm import Replicas, is_unit, local, set_gradient_hook
+from .comm import Replicas, at_end_of_backward, is_unit, local, set_gradient_hook
 from .layers import Layer
 
 _WARMUP = "averaging gradients in the warm-up, in which all replicas make the same steps,"
@@ -61,8 +60,8 @@ class GradientAverage:
     """Averages gradients over the replicas, complete when ``backward()`` returns, as with DDP.
 
     Of ``fully_shard``ed parameters in FSDP's own hook behind its reduce-scatter, overlapped with the
-    backward and in its order, which must be the same on all replicas. Of others after the last of them has
-    got its gradient: one flat vector per layer, in the order of layers, with one element per parameter that
+    backward and in its order, which must be the same on all replicas. Of others at the end of a backward that
+    accumulated into one of them (``torch.autograd.grad`` accumulates nothing): one flat vector per layer, in the order of layers, with one element per parameter that
     counts on how many replicas it has a gradient, so that replicas may skip different layers of these, and a
     parameter that none used keeps ``grad=None``.
     """
@@ -71,7 +70,7 @@ class GradientAverage:
         self.replicas = replicas
         self.layers = [(layer, layer.plain) for layer in layers if layer.plain]
         self._units = [unit for layer in layers for unit in layer.units]
-        self._task = -1  # the backward at whose end gradients are averaged
+        self._new = False  # gradients that were not averaged yet
         self._handles: list[Any] = []
         for unit in self._units:
             set_gradient_hook(unit, self._average_unit)
@@ -83,15 +82,15 @@ class GradientAverage:
         ]
 
     def _accumulated(self, param: Tensor) -> None:
-        # By its number: a backward that fails never comes to its end. (``torch.autograd.grad`` accumulates nothing.)
-        if (task := torch._C._current_graph_task_id()) != self._task:
-            self._task = task
-            # As DDP and FSDP do it. Streams: the engine has made the caller's wait for those of all gradients.
-            Variable._execution_engine.queue_callback(self._end_of_backward)
+        # Each time, as a backward that fails never comes to its end; the first call averages.
+        self._new = True
+        at_end_of_backward(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
-        with self.replicas.naming(_WARMUP), torch.no_grad():
-            self._average()
+        if self._new:
+            self._new = False
+            with self.replicas.naming(_WARMUP), torch.no_grad():
+                self._average()
 
     def _average_unit(self, gradients: Tensor) -> None:
         with self.replicas.naming(_WARMUP):

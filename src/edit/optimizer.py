@@ -201,7 +201,6 @@ class LocalSGDOptimizer(WrappedOptimizer):
                 self._end_warmup()
         return result
 
-    @torch.inference_mode(False)  # an evaluation may begin with it; what it makes lives on
     def sync(self) -> None:
         """Bring all replicas together, whatever their numbers of steps: at the end of training or of the
         data, before an evaluation or an elastic save.
@@ -646,7 +645,8 @@ class LocalSGDOptimizer(WrappedOptimizer):
     def _failing(self) -> Iterator[None]:
         """A round that failed cannot be taken up again: its collectives are lost."""
         try:
-            with torch.no_grad():
+            # sync() may begin an evaluation, in inference mode; but what a round makes lives on.
+            with torch.inference_mode(False), torch.no_grad():
                 yield
         except BaseException as error:
             self._failure = error
@@ -691,7 +691,8 @@ class LocalSGDOptimizer(WrappedOptimizer):
             RuntimeError: a round is under way.
         """
         self._check_usable()
-        saved.unpack(self, state_dict)
+        with torch.inference_mode(False):  # what it makes lives on
+            saved.unpack(self, state_dict)
 
     def __repr__(self) -> str:
         settings = "".join(f"  {key}: {value}\n" for key, value in self._settings.items())

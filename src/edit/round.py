@@ -88,7 +88,8 @@ class Round:
 
     In every group, every rank issues the same collectives in the same order, whatever its forward does: the
     exchange, the verdicts, buffers, then per layer, in the order of ``layers``, a sum over the replicas and a
-    scalar inside the replica (:class:`SpreadRound` has other ones of layers). *When* a rank goes on is its own affair; what it does next never is.
+    scalar inside the replica (a spread round: others, also in a fixed order). *When* a rank goes on is its own
+    affair; what it does next never is.
 
     Without ``start``, a layer's traffic begins when the forward comes near it. With it, a thread carries all of it
     from the launch on, from these copies, and :meth:`advance` waits for the thread; until it has ended, nothing else

@@ -1,8 +1,8 @@
 """Who is late: while a rank waits long for others, one line says for whom, and since when.
 
-Each rank has a thread that sleeps most of the time. When it wakes it leaves, in a store that all can read, a note of how
-far the rank has come, and that it has waited long, if it has; then it compares the notes. Of those who wait, the lowest
-rank speaks. The training loop never touches the store.
+Each rank has a thread that sleeps most of the time. When it wakes it leaves, in a store that all can read, a note of
+how far the rank has come, and that it has waited long, if it has; then it compares the notes. Of those who wait, the
+lowest rank speaks. The training loop never touches the store.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Watch:
         self._write, self._read, self._now = write, read, now
         self._pending: dict[int, tuple[str, float]] = {}  # by thread: what it waits for, since when
         self._said: set[tuple[str, float]] = set()
-        self._waits = ""  # for what, longer than the limit
+        self._waits = ""  # for what, longer than the limit, at the last look
         self._left = ""  # the note that others can read
         self._stop: Callable[[], object] = lambda: None
         self._events = Events(log, seconds=10 * limit, clock=now)
@@ -87,23 +87,20 @@ class Watch:
             yield
         finally:
             self._said.discard(self._pending.pop(me))
-            self._waits = ""
 
     def look(self) -> None:
         """Leave a note if there is news. If something has been waited for longer than the limit, say so, once, unless a
         lower rank that waits does."""
+        long = [entry for entry in list(self._pending.values()) if self._now() - entry[1] >= self.limit]
+        waited, self._waits = self._waits, long[0][0] if long else ""
         self._leave_note()
-        for entry in list(self._pending.values()):
-            what, since = entry
-            if self._now() - since < self.limit or entry in self._said:
-                continue
-            if not self._waits:
-                self._waits = what
-                self._leave_note()
-                return  # whoever else waits has left its note by the next look
-            self._said.add(entry)
-            if (line := self._line(what, since)) is not None:
-                self._events.warn("late", line)
+        if not waited:
+            return  # whoever else waits has left its note by the next look
+        for entry in long:
+            if entry not in self._said:
+                self._said.add(entry)
+                if (line := self._line(*entry)) is not None:
+                    self._events.warn("late", line)
 
     def _line(self, what: str, since: float) -> str | None:
         notes: dict[int, tuple[tuple[int, int], float, str]] = {}

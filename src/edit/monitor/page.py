@@ -38,13 +38,11 @@ def _facts(log: Log, name: str) -> Iterator[tuple[str, str]]:
         f"{log.total_steps[-1]:,.0f} of all replicas, warm-up included; per round and replica {_range(log.steps[made])}",
     )
     slowest = int(log.steps.sum(0).argmin())
-    if replicas == 1:
-        pass  # nobody waits for it
-    elif bool((log.steps == log.steps[:, :1]).all()):
+    if bool((log.steps == log.steps[:, :1]).all()) and replicas > 1:
         last = log.last_replica.long().bincount(minlength=replicas)
         most = int(last.argmax())
         yield "slowest", f"replica {most}: the last to come in {last[most]} of {count} rounds"
-    else:
+    elif replicas > 1:
         share = log.steps.sum(0)[slowest] / log.steps.sum(0).mean()
         yield "slowest", f"replica {slowest}: {share:.2f} of the mean number of steps"
     effective = torch.where(made.unsqueeze(-1), log.effective_replicas, float(replicas))
