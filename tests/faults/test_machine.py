@@ -354,12 +354,13 @@ class Machine(RuleBasedStateMachine):
         self.step = 0
         self.setting: Setting | None = None
         self.since = [0]  # steps of each replica since they last met
+        self.at_forward = [0]  # and as of their last forward
         self.adapted = False
 
     @initialize(setting=a_setting())
     def begin(self, setting: Setting) -> None:
         self.setting = setting
-        self.since = [0] * setting.shape[0]
+        self.since = self.at_forward = [0] * setting.shape[0]
         self.replicas = st.frozensets(st.integers(0, setting.shape[0] - 1))
 
     @property
@@ -368,8 +369,9 @@ class Machine(RuleBasedStateMachine):
 
     @property
     def in_step(self) -> bool:
-        """All replicas have launched the same rounds: what all must do together is not waited for in a forward."""
-        return len(set(self.since)) == 1
+        """All replicas have launched the same rounds, and their last forwards applied the same: else one that had skipped
+        no step waits in its forward for what the others send in their next one (docs/faq.md: sync() first)."""
+        return len(set(self.since)) == len(set(self.at_forward)) == 1
 
     def does(self, name: str, **kwargs: Any) -> None:
         self.ops.append(Op(name, self.step, **kwargs))
@@ -381,6 +383,7 @@ class Machine(RuleBasedStateMachine):
 
     def made_step(self, skip: frozenset[int] = frozenset()) -> None:
         self.step += 1
+        self.at_forward = self.since
         self.since = [n + (replica not in skip) for replica, n in enumerate(self.since)]
 
     @rule(data=st.data(), block=st.integers(0, 1))
@@ -401,7 +404,7 @@ class Machine(RuleBasedStateMachine):
 
     def met(self) -> None:
         if not self.warm:
-            self.since = [0] * len(self.since)
+            self.since = self.at_forward = [0] * len(self.since)
 
     @rule()
     def save(self) -> None:
