@@ -610,6 +610,37 @@ def test_groups_are_known_by_what_is_in_them(tmp_path: Path) -> None:
         assert equal(other.state[theirs], optimizer.state[mine])
 
 
+class Dotted(torch.optim.SGD):
+    """Keeps the sum of its gradients, under a name with what separates names in a checkpoint."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    total = self.state[p].setdefault("sum.of/all%2Ethat.came", torch.zeros_like(p.detach()))
+                    total.add_(p.grad)
+        return super().step(closure)
+
+
+def test_states_with_dots_in_their_names(tmp_path: Path) -> None:
+    def built(seed: int) -> tuple[nn.Module, edit.LocalSGDOptimizer]:
+        model = net(seed)
+        return model, edit.LocalSGDOptimizer(
+            model, Dotted, partial(Dotted, lr=0.5), lr=0.1, schedule=edit.EverySteps(1)
+        )
+
+    model, optimizer = built(0)
+    trained(model, optimizer, range(2), 0)
+    optimizer.sync()
+    edit.save(tmp_path / "1", model, optimizer)
+    again, other = built(1)
+    edit.load(tmp_path / "1", again, other)
+    mine, theirs = optimizer.state_dict()["state"], other.state_dict()["state"]
+    for name in ("sum.of/all%2Ethat.came", "edit_outer.sum.of/all%2Ethat.came"):
+        assert all(state[name].any() for state in mine.values())
+        assert equal([s[name] for s in mine.values()], [s[name] for s in theirs.values()])
+
+
 def test_names_are_those_without_wrappers(tmp_path: Path) -> None:
     """Saved with activation checkpointing, loaded without: also buffers, and the memory of layers."""
     model = with_buffers(0)

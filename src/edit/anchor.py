@@ -46,9 +46,9 @@ class Anchor:
     def _host(self, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda, device="cpu")
 
-    def _fetch(self, tensor: Tensor, device: torch.device) -> Tensor:
+    def _fetch(self, index: int, tensor: Tensor) -> Tensor:
         # From pinned memory the copy is asynchronous and ordered on the current stream, where it is used.
-        return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
+        return torch.empty_like(tensor, device=self.layers[index].device).copy_(tensor, non_blocking=True)
 
     def _store(self, tensor: Tensor, home: Tensor | None) -> Tensor:
         # The copy back is asynchronous too; the next reader is a fetch on the same stream, and the host
@@ -61,20 +61,20 @@ class Anchor:
         if self.offload is not None and torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
 
-    def fetch(self, index: int, layer: Layer) -> Tensor:
+    def fetch(self, index: int) -> Tensor:
         """The anchor of a layer on the layer's device, to read."""
         flat = self.flats[index].data
-        return flat if self.offload is None else self._fetch(flat, layer.device)
+        return flat if self.offload is None else self._fetch(index, flat)
 
-    def step(self, index: int, layer: Layer, gradient: Tensor) -> Tensor:
+    def step(self, index: int, gradient: Tensor) -> Tensor:
         """``a <- OuterOpt(a, gradient)``. Returns the new anchor on the layer's device, to read."""
         param = self.flats[index]
         home = param.data
         state: dict[str, Any] = self.outer.state.get(param, {})
         homes = {key: value for key, value in state.items() if _is_flat(value, home)}
         if self.offload is not None:
-            param.data = self._fetch(home, layer.device)
-            state.update({key: self._fetch(value, layer.device) for key, value in homes.items()})
+            param.data = self._fetch(index, home)
+            state.update({key: self._fetch(index, value) for key, value in homes.items()})
         try:
             param.grad = gradient  # the only one that is set: the others do not move
             self.outer.step()

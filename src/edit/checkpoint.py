@@ -27,6 +27,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from . import state
 from .comm import Replicas, is_sharded, local, sharded_like
-from .setup import agree
 
 if TYPE_CHECKING:
     from .optimizer import LocalSGDOptimizer
@@ -163,7 +163,7 @@ def save(
     apart = _compare(replicas, what, path, _sums(contents[1]))
     partial = path.with_name(path.name + PARTIAL)
     try:
-        with agree(replicas, what, files=True):
+        with replicas.agree(what, files=True):
             _check(model, optimizer)
             if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
                 raise ValueError(f"keep must be an int >= 1 or None, but is {keep!r}: None removes nothing")
@@ -179,7 +179,7 @@ def save(
         device = replicas.device
         if device.type != "cpu":  # a thread begins with the first one
             torch.get_device_module(device).set_device(device)
-        with agree(replicas, what, files=True):
+        with replicas.agree(what, files=True):
             try:
                 with _failing("written", path):
                     metadata = dcp_save(entries, checkpoint_id=partial, **where)
@@ -252,8 +252,11 @@ def _entries(optimizer: LocalSGDOptimizer, contents: Contents, extra: Any, apart
             if key.startswith(state.OF_RUN):
                 run[key] = value
             elif key != state.BEGAN and _is_like(value, param):
-                shared = key.startswith((state.ANCHOR, state.OUTER))
-                entries[f"{key}.{name}" if shared else f"{mine}.inner.{key}.{name}"] = value
+                prefix = state.OUTER if key.startswith(state.OUTER) else ""
+                word = prefix + _word(key.removeprefix(prefix))
+                entries[
+                    f"{word}.{name}" if prefix or key == state.ANCHOR else f"{mine}.inner.{word}.{name}"
+                ] = value
             else:
                 scalars.setdefault(name, {})[key] = value
     rest = {
@@ -296,16 +299,16 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: LocalSGDOpti
     _wait_for(optimizer)
     where = _ranks(replicas)
     _compare(replicas, what, path, [])
-    with agree(replicas, what, files=True):
+    with replicas.agree(what, files=True):
         _check(model, optimizer)
         state.check_no_round(optimizer)
         source = _Source(path, optimizer)
     with _failing("read, and nothing was changed", path):
         dcp_load(source.entries, checkpoint_id=path, **where)
-    with agree(replicas, what, files=True):
+    with replicas.agree(what, files=True):
         rest, packed = source.packed()
         state.check(optimizer, packed)
-    with agree(replicas, what, files=True):
+    with replicas.agree(what, files=True):
         optimizer.load_state_dict(packed)
         source.write(rest)
         if source.same_mesh:
@@ -365,7 +368,7 @@ class _Source:
             for prefix, kept in ((inner, ""), (state.OUTER, state.OUTER)):
                 kind, _, name = key.removeprefix(prefix).partition(".")
                 if key.startswith(prefix) and name in (self._named if prefix == inner else self._params):
-                    self._of_state[self._want(self._named[name], name, key)] = name, kept + kind
+                    self._of_state[self._want(self._named[name], name, key)] = name, kept + unquote(kind)
 
     def _want(self, like: Tensor, name: str, *keys: str) -> str:
         """Put the first of ``keys`` that was saved among ``entries``; ``like`` is the model's tensor of it."""
@@ -491,6 +494,11 @@ def _names(optimizer: LocalSGDOptimizer) -> list[list[str]]:
 
 def _columns(optimizer: LocalSGDOptimizer) -> list[str]:
     return [state.clean(name) for name in optimizer._columns]
+
+
+def _word(key: str) -> str:
+    """``key`` without dots, the first of which ends it where a parameter's name follows. ``unquote`` undoes it."""
+    return quote(key, safe="").replace(".", "%2E")
 
 
 def _is_like(value: Any, param: Tensor) -> bool:

@@ -234,17 +234,15 @@ class Replicas:
         self.everyone = len(self.ranks) == 1 or len(self.ranks) == dist.get_world_size()
         self.control = self._group("control", [self.ranks], "cpu")
         self.files = self._group("files", [self.ranks], "cpu")
-        said = self.gather_objects((wrong and f"{type(wrong).__name__}: {wrong}", self.grid))
-        if wrong is not None:
-            raise wrong
+        with self.agree("LocalSGDOptimizer(...)"):
+            if wrong is not None:
+                raise wrong
+        said = self.gather_objects(self.grid)
         first = min(said)
-        for rank, (text, _) in said.items():
-            if text is not None:
-                raise RuntimeError(f"LocalSGDOptimizer(...) failed on rank {rank}: {text}")
-        for rank, (_, theirs) in said.items():
-            if theirs != said[first][1]:
+        for rank, theirs in said.items():
+            if theirs != said[first]:
                 raise ValueError(
-                    f"mesh must be the same on all ranks, but groups them as {said[first][1]} on rank {first} "
+                    f"mesh must be the same on all ranks, but groups them as {said[first]} on rank {first} "
                     f"and as {theirs} on rank {rank}: build the same mesh on every rank"
                 )
         self.watch = self._watch()
@@ -412,6 +410,22 @@ class Replicas:
     def start_from_first_member(self, value: Tensor) -> Work | None:
         """``value`` (host) becomes that of the first rank of this replica, in the background."""
         return _start(dist.broadcast, value, self._replica_host, src=self.grid[self.index][0])
+
+    @contextmanager
+    def agree(self, what: str, *, files: bool = False) -> Iterator[None]:
+        """An exception inside, on any rank, is an exception on every rank. ``files``: on the group of checkpoint files."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        with self.naming(f"{what}, which all ranks must call,"):
+            said = self.gather_objects(error and f"{type(error).__name__}: {error}", files=files)
+        if error is not None:
+            raise error
+        for rank, text in said.items():
+            if text is not None:
+                raise RuntimeError(f"{what} failed on rank {rank}: {text}")
 
     @contextmanager
     def naming(self, what: str) -> Iterator[None]:

@@ -15,19 +15,30 @@ from .layers import Layer
 _WARMUP = "averaging gradients in the warm-up, in which all replicas make the same steps,"
 
 
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls the bound ``method`` as long as its object is there: a model must not keep alive, nor go on serving, an
+    optimizer that nobody else uses."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(*args)
+
+    return call
+
+
 class Gate:
     """What every hook asks before a forward: one plain attribute, so that it costs next to nothing, and does
     not break a compiled graph, while no round is under way. In a copied or pickled model it stays shut.
 
     Args:
         reach: called with the layer's index (-1: none) and the module whose forward begins, while
-            :attr:`open`; a bound method, held weakly: a model must not keep alive an optimizer that nobody
-            else uses.
+            :attr:`open`; a bound method, held weakly.
     """
 
     def __init__(self, reach: Callable[[int, nn.Module], None] | None) -> None:
         self.open = False
-        self._reach = weakref.WeakMethod(reach) if reach is not None else None
+        self._reach = None if reach is None else weakly(reach)
         self._places: dict[nn.Module, int] = {}
 
     def register(self, model: nn.Module, layers: list[Layer]) -> list[Any]:
@@ -49,8 +60,8 @@ class Gate:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begins(self, module: nn.Module) -> None:
-        if self._reach is not None and (reach := self._reach()) is not None:
-            reach(self._places[module], module)
+        if self._reach is not None:
+            self._reach(self._places[module], module)
 
     def __reduce__(self) -> tuple[Any, ...]:  # also what copy.deepcopy asks
         return Gate, (None,)
@@ -61,9 +72,9 @@ class GradientAverage:
 
     Of ``fully_shard``ed parameters in FSDP's own hook behind its reduce-scatter, overlapped with the
     backward and in its order, which must be the same on all replicas. Of others at the end of a backward that
-    accumulated into one of them (``torch.autograd.grad`` accumulates nothing): one flat vector per layer, in the order of layers, with one element per parameter that
-    counts on how many replicas it has a gradient, so that replicas may skip different layers of these, and a
-    parameter that none used keeps ``grad=None``.
+    accumulated into one of them (``torch.autograd.grad`` accumulates nothing): one flat vector per layer, in the
+    order of layers, with one element per parameter that counts on how many replicas it has a gradient, so that
+    replicas may skip different layers of these, and a parameter that none used keeps ``grad=None``.
     """
 
     def __init__(self, layers: list[Layer], replicas: Replicas) -> None:
@@ -73,10 +84,10 @@ class GradientAverage:
         self._new = False  # gradients that were not averaged yet
         self._handles: list[Any] = []
         for unit in self._units:
-            set_gradient_hook(unit, self._average_unit)
+            set_gradient_hook(unit, weakly(self._average_unit))
         # (Re-entrant checkpointing nests backwards: each averages, which leaves what is equal already as it is.)
         self._handles += [
-            param.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+            param.register_post_accumulate_grad_hook(weakly(self._accumulated))  # type: ignore[no-untyped-call]
             for _, params in self.layers
             for param in params
         ]

@@ -30,7 +30,6 @@ from .penalty import MEAN, Penalty, PseudoGradientPenalty
 from .round import Round, RoundReport, Start
 from .schedule import EverySteps, Progress, Schedule
 from .setup import (
-    agree,
     build_inner,
     check_holders,
     check_model,
@@ -149,7 +148,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         self.replicas = Replicas(mesh, timeout)
         self._spread = offload == "replicas" and self.replicas.count > 1
         try:
-            with agree(self.replicas, "LocalSGDOptimizer(...)"):
+            with self.replicas.agree("LocalSGDOptimizer(...)"):
                 check_settings(
                     self.schedule, self.penalty, self._make_outer, offload, prefetch, delay, layers
                 )
@@ -382,7 +381,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
             with torch.no_grad():
                 self._reshard()
                 for index, layer in enumerate([] if self._spread else self._layers):
-                    layer.write(self._anchor.fetch(index, layer))
+                    layer.write(self._anchor.fetch(index))
                 self._buffers.write(self._buffers.agreed)
             yield self.model
         finally:
@@ -410,7 +409,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         memory = {name: {k: v[..., c].clone() for k, v in self._memory.items()} for c, name in
                   enumerate(self._columns)}  # fmt: skip
         before = self._anchor
-        with agree(self.replicas, "refresh()"):
+        with self.replicas.agree("refresh()"):
             build_inner(self.inner, self.model, {})
         self._setup()
         for group, old in zip(self.outer_param_groups, before.outer.param_groups, strict=True):
@@ -467,7 +466,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         """Collective: cut the model, agree on it, start equal, hook it."""
         replicas = self.replicas
         self._reshard()
-        with agree(replicas, "the cut into layers"):
+        with replicas.agree("the cut into layers"):
             self._layers: list[Layer] = cut(self.model, self._chosen)
         self._buffers = Buffers(self.model)
         mine = {
@@ -488,7 +487,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
             for name in self._columns
         }
         holders = {name: of_replicas[replicas.index] for name, of_replicas in everywhere.items()}
-        with agree(replicas, "LocalSGDOptimizer(...)"):
+        with replicas.agree("LocalSGDOptimizer(...)"):
             check_holders(self._layers, holders)
         for layer in self._layers:
             layer.column = self._columns.index(layer.name)
@@ -502,7 +501,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         self._start_equal()
         held = pieces(self._layers, replicas) if self._spread else self._layers
         self._anchor = Anchor(held, self._make_outer, "cpu" if self._offload == "cpu" else None)
-        with agree(replicas, "penalty.init"):
+        with replicas.agree("penalty.init"):
             self._memory = self.penalty.init(replicas.count, len(self._columns))
         self._replica_clock = ReplicaClock(self.schedule, replicas)
 
@@ -629,7 +628,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         """Collective. Not on the control group, which the thread of a round may be using: on that of files."""
         if self._saving is not None:
             wait([self._saving])
-        with agree(self.replicas, what, files=True):
+        with self.replicas.agree(what, files=True):
             if self._steps or self._due:
                 raise RuntimeError(
                     f"{what} must be called at a round boundary, but this replica made {self._steps} steps since the "
@@ -665,7 +664,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         self._agree_on_boundary("add_param_group()")
         before = len(self.param_groups)
         try:
-            with agree(self.replicas, "add_param_group()"):
+            with self.replicas.agree("add_param_group()"):
                 super().add_param_group(param_group)
                 build_inner(self.inner, self.model, {})
         except BaseException:

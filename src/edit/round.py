@@ -191,7 +191,7 @@ class Round:
             return torch.zeros(2, 0, dtype=torch.float64, device="cpu")
         squares, anchors = [], []
         for index, layer in enumerate(self.layers):
-            a = self.anchor.fetch(index, layer)
+            a = self.anchor.fetch(index)
             squares.append(layer.squares(self._pseudo_gradient(index, a)))
             anchors.append(layer.squares(a))
             del a
@@ -346,7 +346,7 @@ class Round:
         layer = self.layers[index]
         weight = self._mine[layer.column]
         if weight:
-            flat = self._pseudo_gradient(index, self.anchor.fetch(index, layer)).mul_(weight)
+            flat = self._pseudo_gradient(index, self.anchor.fetch(index)).mul_(weight)
         else:
             flat = layer.empty().zero_()
         with self._traffic("sum of pseudo gradients", layer):
@@ -386,11 +386,11 @@ class Round:
         layer = self.layers[index]
         flat, squares = self._combined.pop(index)
         if not self._left[layer.column]:
-            return self.anchor.fetch(index, layer)
+            return self.anchor.fetch(index)
         factor = self.penalty.clip(squares.sqrt())
         flat.mul_(factor)
         self._factors[layer.column] = factor
-        return self.anchor.step(index, layer, flat)
+        return self.anchor.step(index, flat)
 
     @property
     def complete(self) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,26 +12,6 @@ from torch import nn
 from .comm import Replicas, mesh_ranks, wrapper_of
 from .layers import Layer
 from .schedule import EverySteps
-
-
-@contextmanager
-def agree(replicas: Replicas, what: str, *, files: bool = False) -> Iterator[None]:
-    """Collective. An exception inside, on any rank, is an exception on every rank.
-
-    ``files``: on the group of checkpoint files.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    with replicas.naming(f"{what}, which all ranks must call,"):
-        said = replicas.gather_objects(error and f"{type(error).__name__}: {error}", files=files)
-    if error is not None:
-        raise error
-    for rank, text in said.items():
-        if text is not None:
-            raise RuntimeError(f"{what} failed on rank {rank}: {text}")
 
 
 def compare(replicas: Replicas, mine: dict[str, Any]) -> dict[int, dict[str, Any]]:

@@ -68,7 +68,7 @@ class SpreadRound(Round):
             with self._traffic("exchange of slices", piece):
                 slices, work = self.replicas.start_exchange_slices(flat)
                 self._wait(work)
-            a = self.anchor.fetch(index, piece)
+            a = self.anchor.fetch(index)
             for theta in slices:
                 piece.pseudo_gradient(a, theta, theta)
             self._slices.append(slices)
@@ -98,4 +98,4 @@ class SpreadRound(Round):
         super()._outer_step(index)
         layer = self.layers[index]
         with self._waiting(), self._traffic("gather of the anchor", layer):
-            return self.replicas.gather_slices(self.anchor.fetch(index, layer))[: layer.numel]
+            return self.replicas.gather_slices(self.anchor.fetch(index))[: layer.numel]

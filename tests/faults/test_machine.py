@@ -264,7 +264,7 @@ class Life:
                 anchors = [
                     part.clone()
                     for index, layer in enumerate(self.optimizer._layers)
-                    for part in layer.parts(self.optimizer._anchor.fetch(index, layer))
+                    for part in layer.parts(self.optimizer._anchor.fetch(index))
                 ]
                 key = [local(p).shape for layer in self.optimizer._layers for p in layer.params]
                 assert [a.shape for a in anchors] == key
