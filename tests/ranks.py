@@ -22,6 +22,7 @@ What threads cannot show (use `processes` for it):
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import faulthandler
 import functools
@@ -119,8 +120,8 @@ def threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float 
                 "threaded", rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=timeout)
             )
             results[rank] = fn(rank, *args)
-            for started in watch.started.get(threading.current_thread(), []):
-                started.join(5)  # it must not go on in the next world
+            for ends in watch.started.get(threading.current_thread(), []):
+                ends(5)  # it must not go on in the next world
             watch.ends(rank)
         except BaseException as error:
             if not watch.stopped:  # else: the SystemExit of a stopped collective, or nobody listens any more
@@ -185,29 +186,35 @@ def _threads_of_ranks(watch: _Watch) -> Iterator[None]:
     ]
     with contextlib.ExitStack() as stack:
         for module in modules:
-            stack.enter_context(mock.patch.object(module, "Thread", functools.partial(_Thread, watch)))
+            stack.enter_context(mock.patch.object(module, "Thread", _Thread))
+            run = functools.partialmethod(_run_counted, watch, module.Background.run)
+            stack.enter_context(mock.patch.object(module.Background, "run", run))
         yield
 
 
 class _Thread(threading.Thread):
     """A thread of a rank: it lives in the rank's world of groups."""
 
-    def __init__(self, watch: _Watch, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.watch, self.world = watch, threaded.ThreadLocalWorld()._get_world()
+        self.world = threaded.ThreadLocalWorld()._get_world()
         here = threading.current_thread()
         self.rank = here.rank if isinstance(here, _Thread) else here
-        watch.started.setdefault(self.rank, []).append(self)
 
     def run(self) -> None:
         threaded.ThreadLocalWorld._world.world = self.world
-        with self.watch.lock:
-            self.watch.threads += 1
-        try:
-            super().run()
-        finally:
-            with self.watch.lock:
-                self.watch.threads -= 1
+        super().run()
+
+
+def _run_counted(
+    background: Any, watch: _Watch, run: Callable[..., Future[None]], work: Callable[[], None]
+) -> Future[None]:
+    """A job of a package's thread, which waits for the next one when it has ended."""
+    ended = run(background, watch.counted(work))
+    watch.started.setdefault(threading.current_thread(), []).append(
+        lambda timeout: concurrent.futures.wait([ended], timeout)
+    )
+    return ended
 
 
 @contextlib.contextmanager
@@ -241,7 +248,8 @@ class _Beside(dist.Work):
     def __init__(self, begin: Callable[[], dist.Work], watch: _Watch) -> None:
         super().__init__()
         self.work: Future[dist.Work] = Future()
-        self.thread = _Thread(watch, target=self.run, args=(begin,), daemon=True)
+        self.thread = _Thread(target=watch.counted(functools.partial(self.run, begin)), daemon=True)
+        watch.started.setdefault(self.thread.rank, []).append(self.thread.join)
         self.thread.start()
 
     def run(self, begin: Callable[[], dist.Work]) -> None:
@@ -267,8 +275,10 @@ class _Watch:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.stopped = self.left = False
-        self.threads = 0  # that ranks have started and that live: whoever waits may wait for one of these
-        self.started: dict[threading.Thread, list[threading.Thread]] = {}
+        self.jobs = 0  # under way in threads of the ranks: whoever waits may wait for one of these
+        self.started: dict[
+            threading.Thread, list[Callable[[float], Any]]
+        ] = {}  # by rank: what waits for their ends
         self.lock = threading.Lock()
         self.ended: set[int] = set()
         self.waiting: dict[threaded.Collective, dict[int, str]] = {}  # incomplete: {rank: what it called}
@@ -293,6 +303,20 @@ class _Watch:
             mock.patch.object(threaded.Collective, "join", checked_join),
         ):
             yield
+
+    def counted(self, work: Callable[[], None]) -> Callable[[], None]:
+        """``work``, which is one of the jobs from now on until it has ended."""
+        with self.lock:
+            self.jobs += 1
+
+        def counted() -> None:
+            try:
+                work()
+            finally:
+                with self.lock:
+                    self.jobs -= 1
+
+        return counted
 
     def stop(self) -> None:
         """Wake all ranks that wait in a collective; they raise SystemExit."""
@@ -324,7 +348,7 @@ class _Watch:
 
     def _check(self) -> None:
         waiting = {rank: call for calls in self.waiting.values() for rank, call in calls.items()}
-        if waiting and not self.threads and len(waiting) + len(self.ended) == self.world_size:
+        if waiting and not self.jobs and len(waiting) + len(self.ended) == self.world_size:
             raise RuntimeError(f"deadlock: waiting {waiting}, ended {sorted(self.ended)}")
 
 

@@ -87,7 +87,7 @@ def issues_nothing_later(rank: int) -> list[int]:
     for t in range(7):
         loss_of(model, t, rank // 2, rank % 2).backward()
         if t == 4:
-            optimizer._round._thread._ended.result(20)  # all traffic is over, two steps before it is applied
+            optimizer._round._carried.result(20)  # all traffic is over, two steps before it is applied
             calls.append(-1)
         optimizer.step()
         optimizer.zero_grad()

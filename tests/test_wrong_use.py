@@ -298,8 +298,9 @@ class Lookup(nn.Module):
 def test_sparse_gradient_of_a_function_in_the_warm_up() -> None:
     def fn(rank: int) -> None:
         model = Lookup()
-        build(model, inner=torch.optim.SGD, schedule=edit.EverySteps(1, warmup_steps=2))
+        optimizer = build(model, inner=torch.optim.SGD, schedule=edit.EverySteps(1, warmup_steps=2))
         model(torch.tensor([rank])).sum().backward()
+        del optimizer  # until here: gradients are averaged as long as it is there
 
     for message in on_every_rank(fn):
         says(message, "table", "sparse")

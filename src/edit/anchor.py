@@ -30,7 +30,7 @@ class Anchor:
     def take(self) -> None:
         """The parameters as they are become the anchor."""
         for layer, flat in zip(self.layers, self.flats, strict=True):
-            layer.read(flat.data)
+            flat.data.copy_(layer.read())  # the host waits, and so may write into it next
         self.taken = True
 
     def forget(self) -> None:
@@ -51,15 +51,17 @@ class Anchor:
         return torch.empty_like(tensor, device=self.layers[index].device).copy_(tensor, non_blocking=True)
 
     def _store(self, tensor: Tensor, home: Tensor | None) -> Tensor:
-        # The copy back is asynchronous too; the next reader is a fetch on the same stream, and the host
-        # reads a home only through `synchronise`. The device block is freed in the order of that stream.
+        # The copy back is asynchronous too. The next reader is a fetch on the same stream, or on that of a round's
+        # thread, which waited for this one at the launch; the host reads a home only through `synchronise`. The device
+        # block is freed in the order of this stream.
         home = self._host(tensor) if home is None else home
         return home.copy_(tensor, non_blocking=True)
 
     def synchronise(self) -> None:
         """Wait until homes can be read by the host (for saving)."""
-        if self.offload is not None and torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
+        device = self.layers[0].device
+        if self.offload is not None and device.type != "cpu":
+            torch.get_device_module(device).current_stream(device).synchronize()
 
     def fetch(self, index: int) -> Tensor:
         """The anchor of a layer on the layer's device, to read."""

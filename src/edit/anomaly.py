@@ -12,7 +12,13 @@ from .checks import check_float, check_int
 
 
 class AnomalyTest(Protocol):
-    """Finds the replicas that are to be left out of a round, layer by layer (R replicas, L layers)."""
+    """Finds the replicas that are to be left out of a round, layer by layer (R replicas, L layers).
+
+    A test may have one more member, for messages and reports:
+
+    ``expected(state) -> dict[str, Tensor]``
+        By name, tables ``[R, L]`` of what norms are judged by.
+    """
 
     def init(self, replicas: int, layers: int) -> dict[str, Tensor]:
         """The state before the first round: float64 tensors on the host whose *last* dimension is the layer

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
+from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
 import torch
 
 _here = threading.local()
+Job = tuple[Callable[[], None], "Future[None]"]
 
 
 class Stopped(Exception):
@@ -24,12 +27,14 @@ def stop_event() -> Event | None:
     return getattr(_here, "stop", None)
 
 
-def start(name: str, work: Callable[[], None], owner: object) -> Callable[[], None]:
+def start(
+    name: str, work: Callable[[], None], owner: object, wake: Callable[[], None] = lambda: None
+) -> Callable[[], None]:
     """Call ``work()`` in a thread. Returns what stops it, as do the end of the program and that of ``owner``.
 
     A daemon: a program that ends, or is interrupted, does not wait for replicas that may never come. But the
     interpreter ends such a thread as it returns to it from C++, which aborts the process; so the thread must look
-    at :func:`stop_event` where it may wait for long, and is given 5 s to do so.
+    at :func:`stop_event` where it may wait for long, or be woken by ``wake``, and is given 5 s to do so.
     """
     stop = Event()
 
@@ -39,58 +44,77 @@ def start(name: str, work: Callable[[], None], owner: object) -> Callable[[], No
 
     thread = Thread(target=run, name=name, daemon=True)
     thread.start()
-    return weakref.finalize(owner, _stop, stop, thread)  # also at exit
+    return weakref.finalize(owner, _stop, stop, wake, thread)  # also at exit
 
 
-def _stop(stop: Event, thread: Thread) -> None:
+def _stop(stop: Event, wake: Callable[[], None], thread: Thread) -> None:
     stop.set()
+    wake()
     if thread is not threading.current_thread():
         thread.join(5)
 
 
-def side_stream(device: torch.device) -> Any:
-    """A new stream of ``device``; ``None`` on the CPU."""
-    return None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
-
-
 class Background:
-    """Calls ``work`` in a thread of its own, at once.
+    """Does jobs in a thread, one after the other.
 
-    Streams: ``work`` runs on ``stream``, which first waits for the current one, on which its inputs were written;
-    :meth:`wait` makes the current stream wait for it. Whoever keeps the inputs alive until then need not record
-    streams: their memory is freed in the order of the stream that allocated it, after that wait. What ``work``
-    allocates belongs to ``stream`` and is freed after that wait, too; the next work on it waits in its turn.
+    One thread for all rounds of an optimizer, begun with the first of them: torch 2.13 keeps about 130 bytes for ever
+    for each thread that has called a collective of gloo.
+
+    Streams: a job runs on a stream of this object, which first waits for the one that is current where :meth:`run` is
+    called, on which its inputs were written; :meth:`wait` makes the current stream wait for it. Whoever keeps the inputs
+    alive until then need not record streams: their memory is freed in the order of the stream that allocated it, after
+    that wait. What a job allocates belongs to this object's stream and is freed after that wait, too; the next job on it
+    waits in its turn. One stream for all jobs, because torch has a pool of 32, whose memory is not shared, and which
+    comes round to the streams of NCCL.
 
     Args:
-        stream: :func:`side_stream` of ``device``, one for all works of an optimizer: torch has a pool of 32, whose
-            memory is not shared, and which comes round to the streams of NCCL.
-
-    Attributes:
-        stop: tells ``work`` to stop, and waits a while until it does.
+        device: of the stream; the CPU has none.
     """
 
-    def __init__(self, work: Callable[[], None], device: torch.device, stream: Any) -> None:
-        self._work, self._device, self._stream = work, device, stream
-        self._ended: Future[None] = Future()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._stream: Any = None if self._module is None else self._module.Stream(device)
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._stop: Callable[[], None] | None = None
+
+    def run(self, work: Callable[[], None]) -> Future[None]:
+        """Call ``work()`` in the thread. The future is for :meth:`wait`."""
         if self._module is not None:
-            self._stream.wait_stream(self._module.current_stream(device))
-        self.stop = start("edit.round", self._run, self)
+            self._stream.wait_stream(self._module.current_stream(self._device))
+        if self._stop is None:  # neither thread nor queue knows this object, whose end is theirs
+            serve = functools.partial(_serve, self._jobs, self._module, self._device, self._stream)
+            self._stop = start("edit.round", serve, self, functools.partial(self._jobs.put, None))
+        ended: Future[None] = Future()
+        self._jobs.put((work, ended))
+        return ended
 
-    def _run(self) -> None:
-        try:
-            if self._module is not None:  # a thread begins with the first device
-                self._module.set_device(self._device)
-            stream = nullcontext() if self._module is None else self._module.stream(self._stream)
-            with torch.no_grad(), stream:
-                self._work()
-        except BaseException as error:
-            self._ended.set_exception(error)
-        else:
-            self._ended.set_result(None)
-
-    def wait(self) -> None:
-        """Wait for the end of ``work``; raise what it raised."""
-        self._ended.result()
+    def wait(self, ended: Future[None]) -> None:
+        """Wait for the end of a job; raise what it raised."""
+        ended.result()
         if self._module is not None:
             self._module.current_stream(self._device).wait_stream(self._stream)
+
+    def stop(self) -> None:
+        """Tell a job under way to stop, wait a while until it does, and end the thread."""
+        if self._stop is not None:
+            self._stop()
+
+
+def _serve(jobs: SimpleQueue[Job | None], module: Any, device: torch.device, stream: Any) -> None:
+    if module is not None:  # a thread begins with the first device
+        module.set_device(device)
+    with torch.no_grad(), nullcontext() if module is None else module.stream(stream):
+        while (job := jobs.get()) is not None:
+            work, ended = job
+            error: BaseException | None = None
+            try:
+                work()
+            except BaseException as raised:
+                error = raised
+            del job, work  # a thread that waits for the next one must not keep the last one's tensors
+            if error is None:
+                ended.set_result(None)
+            else:
+                ended.set_exception(error)
+            del ended, error

@@ -2,7 +2,8 @@
 
 A folder holds, by full parameter names and placed as the parameters are, so that any other mesh can read it:
 
-* ``edit_anchor.NAME``, ``edit_outer.KEY.NAME``: anchor and outer state, once for all replicas;
+* ``edit_anchor.NAME``, ``edit_outer.KEY.NAME``: anchor and outer state, once for all replicas (not their slices, with
+  ``offload="replicas"``);
 * ``frozen.NAME``: what does not train, once if replicas have it alike;
 * ``replica.I.model.NAME``: live parameters of replica ``I``;
 * ``replica.I.inner.KEY.NAME``: the inner optimizer's state of it, and with ``delay`` its parameters at the launch;
@@ -282,10 +283,11 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: LocalSGDOpti
     """Load what :func:`save` wrote. Returns ``extra``, its tensors in host memory. Collective over all ranks.
 
     With as many replicas, of as many ranks each, as were saved, the run goes on bit for bit as if it had never
-    stopped; random states (Python's, NumPy's, torch's) included. With others, every replica starts from the
-    anchor; replica ``i`` takes the inner state, and its rank ``m`` the buffers and ``extra``, of replica ``i``
-    and rank ``m`` modulo the old numbers; the penalty's memory of known replicas is kept; random states are left
-    as they are. Steps since the last round are dropped then: call ``sync()`` before the save to keep them.
+    stopped; random states (Python's, NumPy's, torch's) included. With others (but not with ``offload="replicas"``,
+    whose slices load on the mesh that saved them only), every replica starts from the anchor; replica ``i`` takes the
+    inner state, and its rank ``m`` the buffers and ``extra``, of replica ``i`` and rank ``m`` modulo the old numbers;
+    the penalty's memory of known replicas is kept; random states are left as they are. Steps since the last round are
+    dropped then: call ``sync()`` before the save to keep them.
 
     Everything is read and checked before anything is changed. Files are unpickled: load only what you trust.
 
@@ -563,6 +565,8 @@ def export_safetensors(
     For the consensus call it inside ``optimizer.consensus()``, or after ``sync()``. All ranks of the replica
     of rank 0 must call it (others may); rank 0 gathers the whole model in host memory and writes. Tied
     parameters are written under their first name.
+
+    Needs the package ``safetensors`` and torch 2.9.
 
     Args:
         path: a folder; made if missing. Gets ``model-0000I-of-0000N.safetensors`` and

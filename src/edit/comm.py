@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .background import Stopped, side_stream, stop_event
+from .background import Background, Stopped, stop_event
 from .watch import Watch
 
 REPLICATE = ("replicate", "dp_replicate")
@@ -103,8 +103,8 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def _fsdp_state(module: nn.Module) -> Any:
-    # A private interface of torch, with that of `at_end_of_backward` the only one: ``fully_shard([a, b])`` makes one unit of two
-    # modules, ``ignored_params`` leaves parameters out, and ``set_modules_to_forward_prefetch`` gathers a unit
+    # A private interface of torch (the only other one: `at_end_of_backward`). ``fully_shard([a, b])`` makes one unit of
+    # two modules, ``ignored_params`` leaves parameters out, and ``set_modules_to_forward_prefetch`` gathers a unit
     # before its own forward; nothing public says which modules share a unit, what it holds or what it prefetches.
     try:
         return module._get_fsdp_state()  # type: ignore[operator]
@@ -187,6 +187,7 @@ class Replicas:
         self.timeout = timeout
         wrong: Exception | None = None
         self.watch: Watch | None = None
+        self.background = Background(torch.device("cpu"))  # until the parameters' device is known
         self.bytes_sent = 0  # by this rank to other replicas, all-reduce counted as a ring
         self._groups: dict[tuple[Any, ...], dist.ProcessGroup | None] = {}
         if not (dist.is_available() and dist.is_initialized()):
@@ -255,7 +256,7 @@ class Replicas:
         ``holders``: for each layer, the ranks that hold it, replica by replica.
         """
         columns = [list(column) for column in zip(*self.grid, strict=True)]
-        self.device, self.side_stream = device, side_stream(device)
+        self.device, self.background = device, Background(device)
         self.sync = self._group("sync", columns, device.type)
         peers = [row[self.member] for row in self.grid]
         self._slots = [
@@ -324,7 +325,8 @@ class Replicas:
             self.watch.note(round, stage)
 
     def close(self) -> None:
-        """Destroy the groups."""
+        """End the threads; destroy the groups."""
+        self.background.stop()
         if self.watch is not None:
             self.watch.close()
         for group in self._groups.values():
@@ -413,7 +415,10 @@ class Replicas:
 
     @contextmanager
     def agree(self, what: str, *, files: bool = False) -> Iterator[None]:
-        """An exception inside, on any rank, is an exception on every rank. ``files``: on the group of checkpoint files."""
+        """An exception inside, on any rank, is an exception on every rank.
+
+        ``files``: on the group of checkpoint files.
+        """
         error: Exception | None = None
         try:
             yield

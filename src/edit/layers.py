@@ -78,11 +78,9 @@ class Layer:
         """A new flat vector."""
         return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
-    def read(self, flat: Tensor | None = None) -> Tensor:
-        """``flat <- θ``; a new one if none is given."""
-        return torch.cat(
-            [value.reshape(-1) for value in self.values()], out=self.empty() if flat is None else flat
-        )
+    def read(self) -> Tensor:
+        """θ, as a new flat vector."""
+        return torch.cat([value.reshape(-1) for value in self.values()], out=self.empty())
 
     def write(self, flat: Tensor) -> None:
         """``θ <- flat``, rounded to the parameters' dtype."""
@@ -182,10 +180,9 @@ def cut(model: nn.Module, chosen: Sequence[nn.Module] | None = None) -> list[Lay
             layer.plain = [p for p in layer.params if p not in unit_of]
             layers.append(layer)
     _check_units(layers)
-    if len(kinds := {layer.device.type: layer.name for layer in layers}) > 1:
+    if len(places := {str(layer.device): layer.name for layer in layers}) > 1:
         raise ValueError(
-            f"model: all layers must be on one kind of device, but they are on several ({kinds}): move the "
-            "model first"
+            f"model: all layers must be on one device, but they are on several ({places}): move the model first"
         )
     return layers
 

@@ -61,6 +61,8 @@ class LocalSGDOptimizer(WrappedOptimizer):
     schedule says that a round is due, the round's exchange starts in the background; the next training
     forward applies it layer by layer, just before each layer is used. The method: docs/algorithm.md.
 
+    A policy (outer, schedule, penalty) may also be given as a class, which stands for its defaults.
+
     Args:
         model: plain, or sharded by ``fully_shard`` over ``mesh["shard"]`` (also with tensor parallelism).
             Shard, cast, move and load it before. Replicas that differ are overwritten by replica 0's.
@@ -77,12 +79,12 @@ class LocalSGDOptimizer(WrappedOptimizer):
             layer's new anchor is gathered, also with ``delay``; and nobody has the whole anchor:
             ``consensus()`` works right after ``sync()`` only, ``refresh()`` does not, and a state is loaded on
             the mesh that saved it.
-        layers: the modules that synchronise together, instead of the default cut.
+        layers: modules, each of which is a layer, instead of the default cut. What is in none of them is the root's.
         prefetch: layers whose traffic is under way ahead of the one being computed. Of a round that a thread carries
             (``delay``, ``offload="replicas"``) all are.
         delay: inner steps by which a round is applied late. Its traffic runs in the background of these steps,
             and what was learned meanwhile is kept. At most the interval of ``EverySteps``. 0: in the next forward.
-        timeout: of the package's process groups. Default: an hour, plus four intervals of a clock.
+        timeout: of the package's process groups, at least a second. Default: an hour, plus four intervals of a clock.
         **inner_kwargs: for ``inner``, e.g. ``lr=3e-4``.
 
     Attributes:
@@ -112,7 +114,6 @@ class LocalSGDOptimizer(WrappedOptimizer):
         timeout: timedelta | None = None,
         **inner_kwargs: Any,
     ) -> None:
-        # A policy class stands for its defaults.
         self.schedule = cast(Schedule, schedule() if isinstance(schedule, type) else schedule)
         penalty = MEAN if penalty is None else penalty
         self.penalty = cast(Penalty, penalty() if isinstance(penalty, type) else penalty)
@@ -394,14 +395,16 @@ class LocalSGDOptimizer(WrappedOptimizer):
                 self._buffers.write(buffers)
 
     def refresh(self) -> None:
-        """Take the model's trainable parameters anew: after freezing, unfreezing or adding some.
+        """Take the model's trainable parameters anew: after freezing some, or unfreezing some that had been frozen so.
 
         Collective over all ranks, at a round boundary (right after :meth:`sync`). Parameters that trained
-        before keep anchor and outer state; new ones start from replica 0's values. Parameters that are new to
-        the model must be given to :meth:`add_param_group`, which calls this.
+        before keep anchor and outer state; new ones start from replica 0's values. Parameters that the inner
+        optimizer does not hold, being new to the model or frozen when this one was built, must be given to
+        :meth:`add_param_group`, which calls this.
 
         Raises:
             RuntimeError: steps were made since the last round, or ``offload="replicas"``.
+            ValueError: the inner optimizer lacks a trainable parameter.
         """
         self._check_usable()
         self._agree_on_boundary("refresh()")
@@ -437,14 +440,15 @@ class LocalSGDOptimizer(WrappedOptimizer):
         self._stop_averaging()
         self._gate.open = False
         self._failure = self._failure or RuntimeError("close() was called")
-        if self._round is not None:
-            self._round.stop()
         self.replicas.close()
         if saving is not None:
             saving.result()
 
     def register_round_hook(self, hook: Callable[[RoundReport], None]) -> RemovableHandle:
-        """Call ``hook(report)`` after each round. Returns a handle with ``remove()``."""
+        """Call ``hook(report)`` after each round, in whatever completes it: a forward, :meth:`step` or :meth:`sync`.
+
+        It must not call collectives, nor ``step``, ``sync`` or ``consensus``. Returns a handle with ``remove()``.
+        """
         handle = RemovableHandle(self._round_hooks)
         self._round_hooks[handle.id] = hook
         return handle
@@ -577,7 +581,8 @@ class LocalSGDOptimizer(WrappedOptimizer):
         for param, name in now.items():
             if param.requires_grad and param not in known:
                 return (
-                    f"{name} began to train after LocalSGDOptimizer(...): call refresh() at a round boundary"
+                    f"{name} began to train after LocalSGDOptimizer(...): at a round boundary call refresh(), or "
+                    "add_param_group() if the inner optimizer does not hold it"
                 )
         return None
 
@@ -676,7 +681,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         """The inner optimizer's state, and with it, parameter by parameter, anchor and outer state; with the
         first parameter, detector, counters and whether a round is pending.
 
-        Saving changes nothing and needs no other rank. Layout: docs/checkpointing.md.
+        Saving changes nothing and needs no other replica. Layout: docs/checkpointing.md.
         """
         return saved.pack(self, self.inner.state_dict())
 

@@ -13,7 +13,14 @@ from .checks import check_float
 
 
 class Penalty(Protocol):
-    """Weighs the replicas of each layer, and limits their combination (R replicas, L layers)."""
+    """Weighs the replicas of each layer, and limits their combination (R replicas, L layers).
+
+    A penalty may have one more member, for messages and reports:
+
+    ``expected(steps, state) -> dict[str, Tensor]``
+        By name, tables ``[R, L]`` of what the norms were judged by. Asked on every rank after a round, with the state
+        before it.
+    """
 
     def init(self, replicas: int, layers: int) -> dict[str, Tensor]:
         """The state before the first round: float64 tensors on the host whose *last* dimension is the layer
@@ -42,9 +49,6 @@ class Penalty(Protocol):
         """
         ...
 
-    # It may have, for messages and reports, ``expected(steps, state) -> dict[str, Tensor]``: by name, tables ``[R, L]``
-    # of what the norms were judged by. Asked on every rank after a round, with the state before it.
-
 
 @dataclass(frozen=True)
 class PseudoGradientPenalty:
@@ -56,7 +60,8 @@ class PseudoGradientPenalty:
         anomaly: who is left out besides replicas without steps or with a norm that is not finite; a class
             stands for its defaults. ``None``: nobody.
         temperature: T of the softmax, in units of the norm. ``None``: equal weights over those not out.
-        max_norm: φ, the norm of a layer to which a combined pseudo gradient is clipped. ``None``: no clip.
+        max_norm: φ, the largest norm of a layer's combined pseudo gradient; longer ones are clipped to it. ``None``:
+            no clip.
         step_exponent: e. Norms are compared per ``(s/s̄)^e``, so that a replica that made few steps does not
             win by having moved little: 1/2 as for a random walk, 1 for a straight one, 0 as in the paper.
 

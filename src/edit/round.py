@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from . import events
 from .anchor import Anchor
-from .background import Background
 from .buffers import Buffers
 from .comm import Replicas, SyncError, Work, reshard, wait
 from .layers import Layer
@@ -155,20 +155,15 @@ class Round:
         self._told = torch.zeros(sum(sizes), dtype=torch.float64, device="cpu")
         self._leads = replicas.rank == replicas.leader
         self._measured = self._matrix[replicas.index :][:1]  # the rows of replicas that this rank measures
-        self._thread: Background | None = None
+        self._carried: Future[None] | None = None  # by a thread
         replicas.note(number, LAUNCHED)
         self._launch()
 
     def _launch(self) -> None:
         if self.start is not None:
-            self._thread = Background(self._carry, self.replicas.device, self.replicas.side_stream)
+            self._carried = self.replicas.background.run(self._carry)
         else:
             self._announce(self._measure())
-
-    def stop(self) -> None:
-        """Nobody will apply this round: end its thread, if it has one."""
-        if self._thread is not None:
-            self._thread.stop()
 
     def _carry(self) -> None:
         """All but the outer step, in a thread. It reads the anchor, which nobody writes meanwhile."""
@@ -205,7 +200,7 @@ class Round:
         """This rank's numbers into the matrix; sum over all ranks."""
         rows, width = self._measured, len(self.columns)
         if measured.numel():
-            measured = measured.cpu()  # the one host read of a round
+            measured = measured.cpu()  # the one host read of a round (a spread one has another)
             rows[:, [layer.column for layer in self.layers]] = measured[:-1]
             rows[:, width + _SQUARES] += measured[-1].sum()
         with self._traffic("exchange of norms"):
@@ -217,15 +212,15 @@ class Round:
 
     def decide(self) -> None:
         """Wait for the verdicts; late, for all traffic."""
-        if self._thread is None and self.decided:
+        if self._carried is None and self.decided:
             return
         self.replicas.note(self.number, APPLYING)
-        if self._thread is None:
+        if self._carried is None:
             self._judge()
         else:
             with self._waiting():
-                self._thread.wait()
-            self._thread = None
+                self.replicas.background.wait(self._carried)
+            self._carried = None
 
     def _judge(self) -> None:
         """Wait for the exchange; get the leader's verdicts."""

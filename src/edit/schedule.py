@@ -17,7 +17,7 @@ class Progress:
     steps: int
     """Inner steps of this replica since it launched the last round."""
     local_steps: int
-    """Inner steps of this replica since construction, those of the warm-up included."""
+    """Inner steps of this replica in the whole run, those of the warm-up and before a resume included."""
     rounds: int
     """Rounds completed."""
     total_steps: int
@@ -33,15 +33,17 @@ class Schedule(Protocol):
     A schedule may have two more members:
 
     ``clock: Callable[[], float]``
-        Monotonic seconds, from which the engine fills ``progress.seconds``. Without it no clock is read.
+        Monotonic seconds, from which the engine fills ``progress.seconds``. Without it no clock is read. With it, an
+        attribute ``interval`` is taken for seconds, four of which the default of ``timeout`` allows for.
     ``ask_again(progress) -> int``
-        For answers that may differ between the ranks of one replica, as a clock's do. Only one rank is asked,
-        and the others follow it. 0: a round is due now; ``n >= 1``: ask again in ``n`` steps.
+        For answers that may differ between the ranks of one replica, as a clock's do. If a replica has several, the
+        first is asked, in place of ``due``, and the others follow it. 0: a round is due now; ``n >= 1``: ask again in
+        ``n`` steps.
     """
 
     @property
     def warmup_steps(self) -> int:
-        """Inner steps, from construction on, in which gradients are averaged over all ranks."""
+        """Inner steps, from the beginning of the run, in which gradients are averaged over all ranks. May be 0."""
         ...
 
     def due(self, progress: Progress) -> bool:
@@ -78,7 +80,7 @@ class EverySeconds:
     """A round every ``interval`` seconds, in which fast replicas make more steps: τ_time of A-EDiT.
 
     Args:
-        interval: seconds from the end of a round to the next.
+        interval: seconds from the end of a round, or, with ``delay``, from its launch, to the next.
         warmup_steps: inner steps of ordinary data-parallel training at first.
         clock: monotonic seconds. In neither ``repr`` nor comparisons: ranks may have clocks of their own.
 
@@ -107,7 +109,7 @@ class EverySeconds:
             )
 
     def due(self, progress: Progress) -> bool:
-        """Whether ``interval`` seconds have passed since the last round was completed."""
+        """Whether ``interval`` seconds have passed since the last round: ``progress.seconds``."""
         return progress.seconds >= self.interval
 
     def ask_again(self, progress: Progress) -> int:

@@ -31,9 +31,9 @@ class Piece(Layer):
         self.shapes = [torch.Size([end - start]) for start, end in self.spans]
         self.held = [(*inside(start, end), same) for start, end, same in whole.held]
 
-    def read(self, flat: Tensor | None = None) -> Tensor:
-        """``flat <- θ``; a new one if none is given."""
-        flat = self.empty() if flat is None else flat
+    def read(self) -> Tensor:
+        """θ, as a new flat vector."""
+        flat = self.empty()
         values = self.whole.read()[self.begin : self.begin + self.numel]
         flat[len(values) :].zero_()
         flat[: len(values)].copy_(values)

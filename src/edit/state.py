@@ -146,6 +146,9 @@ def restore(opt: LocalSGDOptimizer, entries: Entries) -> None:
                 _copy(opt, layer, OUTER + key, kept[key], entries, first)
             else:
                 kept[key] = _plain(began[0][OUTER + key])
+                group = opt._anchor.outer.param_groups[0]
+                if isinstance(kept[key], Tensor) and (group.get("fused") or group.get("capturable")):
+                    kept[key] = kept[key].to(layer.device)  # as these keep their steps
 
 
 def _copy(

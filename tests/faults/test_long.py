@@ -31,15 +31,37 @@ ROUNDS, EVERY = 2000, 100
 # ------------------------------------------------------------------------------------------------- soak
 
 
+class Heap(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    ]
+
+
 def resident() -> float:
     """MiB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def soak(rank: int, settings: dict[str, Any]) -> tuple[list[float], list[float], list[int]]:
-    """Memory, CPU seconds and live tensors after every 100 rounds."""
-    # glibc gives new threads, of which a late round is one, one of several heaps, which fill up one by one.
-    assert ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX
+def soak(rank: int, settings: dict[str, Any]) -> tuple[list[float], list[float], list[float], list[int]]:
+    """Resident memory, what of the C heap is in use (MiB), CPU seconds and live tensors after every 100 rounds."""
+    # Of one heap glibc can tell how much is in use; new threads otherwise have others, which fill up one by one.
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = Heap
+    assert libc.mallopt(-8, 1)  # M_ARENA_MAX
     model = net(dtype=torch.float32)
     optimizer = optimizer_of(model, mesh(2, 1), schedule=edit.EverySteps(1), **settings)
     rounds = itertools.count(1)  # a list of them would itself grow
@@ -48,7 +70,7 @@ def soak(rank: int, settings: dict[str, Any]) -> tuple[list[float], list[float],
         lambda report: wrong.append(report.round) if report.round != next(rounds) else None
     )
     x, y = batch(0, rank, dtype=torch.float32)
-    memory, times, tensors = [], [], []
+    memory, heap, times, tensors = [], [], [], []
     for step in range(ROUNDS + 1):
         F.mse_loss(model(x), y).backward()
         optimizer.step()
@@ -57,13 +79,14 @@ def soak(rank: int, settings: dict[str, Any]) -> tuple[list[float], list[float],
             optimizer.sync()  # no thread is under way
             gc.collect()
             memory.append(resident())
+            heap.append((libc.mallinfo2().uordblks + libc.mallinfo2().hblkhd) / 2**20)
             times.append(time.process_time())
             tensors.append(sum(issubclass(type(o), Tensor) for o in gc.get_objects()))
     optimizer.sync()
     assert not wrong
     assert next(rounds) - 1 == optimizer.rounds >= ROUNDS
     optimizer.close()
-    return memory, times, tensors
+    return memory, heap, times, tensors
 
 
 def slope(values: list[float]) -> tuple[float, float]:
@@ -87,11 +110,14 @@ KINDS = [
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("settings", KINDS)
 def test_two_thousand_rounds(settings: dict[str, Any]) -> None:
-    for memory, times, tensors in processes(2, soak, settings, timeout=280):
+    for memory, heap, times, tensors in processes(2, soak, settings, timeout=280):
         # The allocator settles in the first quarter. A tensor kept per round would be 2,000 x 0.6 kB and more.
         assert len(set(tensors[2:])) == 1, tensors
         kept, error = slope(memory[5:])
         assert kept < 0.02 or kept < 3 * error, (kept, error, memory)  # MiB in 100 rounds
+        # 32 bytes a round: malloc's least piece, or a list that grows by a pointer.
+        kept, error = slope(heap[5:])
+        assert kept < 0.003 or kept < 3 * error, (kept, error, heap)
         took = [b - a for a, b in itertools.pairwise(times)]
         first, last = sorted(took[:9])[4], sorted(took[-9:])[4]
         assert last < 1.5 * first, took

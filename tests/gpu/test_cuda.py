@@ -7,6 +7,7 @@ what has not been written yet. What needs NCCL between ranks, and FSDP2 that rea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -161,8 +162,8 @@ def test_offloaded_anchors_are_pinned_and_a_round_ends_as_it_began() -> None:
 
 def reduced(rank: int, device: str, hold: bool) -> list[torch.Tensor]:
     """Warm-up only: gradients averaged over two replicas, in FSDP's hook on its own stream."""
+    model: Any = net(dtype=torch.float32).to(device)  # first: a mesh of CUDA wants to know the device
     grid = init_device_mesh(device, (2, 1), mesh_dim_names=("replicate", "shard"))
-    model: Any = net(dtype=torch.float32).to(device)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
     for block in model.blocks:
         fully_shard(block, mesh=grid["shard"], mp_policy=policy)
@@ -191,13 +192,16 @@ def sanitized(rank: int, case: str, broken: bool) -> list[Any]:
     from torch.cuda._sanitizer import cuda_sanitizer, enable_cuda_sanitizer
 
     enable_cuda_sanitizer()  # raises where a tensor is used on two streams without a wait between
-    run = Background._run
+    run = Background.run
 
-    def watched(self: Background) -> None:
-        with cuda_sanitizer.dispatch:
-            run(self)
+    def watched(self: Background, work: Callable[[], None]) -> Any:
+        def dispatched() -> None:
+            with cuda_sanitizer.dispatch:
+                work()
 
-    Background._run = watched
+        return run(self, dispatched)
+
+    Background.run = watched
     if broken:
         torch.cuda.Stream.wait_stream = lambda self, other: None
     return plain(rank, case, "cuda")
