@@ -517,6 +517,29 @@ def test_a_scheduled_outer_lr_survives() -> None:
     threads(2, fn)
 
 
+def test_every_group_of_the_outer_optimizer_survives() -> None:
+    def outer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.5}]
+        return torch.optim.SGD(groups, lr=0.7, momentum=0.9, nesterov=True)
+
+    def fn(rank: int) -> None:
+        run = Run(rank, "diloco", outer=outer)
+        run.train(range(4))
+        for group, (lr, momentum) in zip(
+            run.optimizer.outer_param_groups, ((0.25, 0.8), (0.1, 0.6)), strict=True
+        ):
+            group.update(lr=lr, momentum=momentum)
+        again = Run(rank, "diloco", seed=1, outer=outer)
+        again.load(snapshot(run.save()))
+        numbers = [(group["lr"], group["momentum"]) for group in again.optimizer.outer_param_groups]
+        assert numbers == [(0.25, 0.8), (0.1, 0.6)]
+        for other in (run, again):
+            other.train(range(4, 12))
+        assert equal(values(run.model), values(again.model))
+
+    threads(2, fn)
+
+
 def test_peers_the_last_detector_is_that_of_all_replicas() -> None:
     """A state of any rank holds the statistics of every replica: loaded everywhere, the verdicts stay."""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import edit
+from edit import comm
 from problems import IN, OUT, Net, loss_of, net, seeded
 from ranks import mesh, processes, threads
 
@@ -193,6 +195,28 @@ def test_mesh_that_leaves_this_rank_out() -> None:
     errors = threads(4, lambda rank: rank > 1 and caught(lambda: build(mesh=mesh_of([[0], [1]]))), timeout=15)
     for rank in (2, 3):
         says(errors[rank][1], "mesh must hold every rank once", f"rank {rank} 0 times")
+
+
+def test_mesh_that_leaves_ranks_out_and_a_wrong_setting() -> None:
+    """The ranks that the mesh holds hear of it, and wait for no others."""
+    wrong = {"timeout": timedelta(seconds=0.5)}
+    errors = threads(3, lambda rank: rank < 2 and caught(lambda: build(mesh=mesh_of([[0], [1]]), **wrong)))
+    for error in errors[:2]:
+        says(error[1], "timeout must be at least 1 s", "use timedelta(hours=1)")
+
+
+def test_mesh_that_leaves_ranks_out_where_torch_splits_communicators() -> None:
+    def fn(rank: int) -> None:
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)  # init_process_group(device_id=...)
+        if rank < 2:
+            build(mesh=mesh_of([[0], [1]]))
+
+    with mock.patch.object(comm, "_backend", return_value="nccl"):
+        errors = threads(3, lambda rank: caught(fn, rank), timeout=15)
+    assert errors[2] is None
+    for error in errors[:2]:
+        says(error[1], "mesh must hold all 3 ranks", "holds 2", "device_id", "leave device_id away")
 
 
 # ----------------------------------------------------------------------------------------------- model

@@ -173,6 +173,12 @@ def _backend(device_type: str) -> str:
     return served.get(device_type) or dist.get_default_backend_for_device(device_type)
 
 
+def _splits() -> bool:
+    """Whether torch makes a new group of the default group's communicator, for which all of its ranks must call."""
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    return bound is not None and _backend(bound.type) == "nccl"
+
+
 class Replicas:
     """Who trains what: ``count`` replicas of ``members`` ranks each; this rank is one of them.
 
@@ -201,8 +207,13 @@ class Replicas:
                 raise RuntimeError("mesh needs a process group, and there is none: call init_process_group()")
             grid, me = torch.zeros(1, 1, dtype=torch.int64, device="cpu"), 0
         else:
-            me = dist.get_rank()
+            me, grid = dist.get_rank(), _grid(None)
             try:
+                if mesh is not None and not isinstance(mesh, DeviceMesh):
+                    raise TypeError(
+                        f"mesh must be a DeviceMesh or None, but is {mesh!r}: use init_device_mesh"
+                    )
+                grid = _grid(mesh)
                 if not isinstance(timeout, timedelta):
                     self.timeout = timedelta(seconds=60)
                     raise TypeError(
@@ -213,14 +224,8 @@ class Replicas:
                     raise ValueError(
                         f"timeout must be at least 1 s, but is {timeout}: use timedelta(hours=1)"
                     )
-                if mesh is not None and not isinstance(mesh, DeviceMesh):
-                    raise TypeError(
-                        f"mesh must be a DeviceMesh or None, but is {mesh!r}: use init_device_mesh"
-                    )
-                grid = _grid(mesh)
-            except Exception as error:
+            except Exception as error:  # raised when there is a group in which all can hear of it
                 wrong = error
-                grid = _grid(None)
         where = (grid == me).nonzero()
         if len(where) != 1:
             raise ValueError(
@@ -233,6 +238,12 @@ class Replicas:
         self.rank = me
         self.stage: int | None = None if wrong is not None else _stage(mesh)
         self.everyone = len(self.ranks) == 1 or len(self.ranks) == dist.get_world_size()
+        if not self.everyone and _splits():
+            raise RuntimeError(
+                f"mesh must hold all {dist.get_world_size()} ranks, but holds {len(self.ranks)}, while "
+                "init_process_group was given device_id, with which torch makes groups of NCCL by splitting that of all "
+                "ranks, and waits for all: leave device_id away, or use a mesh of all ranks"
+            )
         self.control = self._group("control", [self.ranks], "cpu")
         self.files = self._group("files", [self.ranks], "cpu")
         with self.agree("LocalSGDOptimizer(...)"):

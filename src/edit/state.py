@@ -146,7 +146,8 @@ def restore(opt: LocalSGDOptimizer, entries: Entries) -> None:
                 _copy(opt, layer, OUTER + key, kept[key], entries, first)
             else:
                 kept[key] = _plain(began[0][OUTER + key])
-                group = opt._anchor.outer.param_groups[0]
+                groups = opt._anchor.outer.param_groups
+                group = next(group for group in groups if any(param is flat for param in group["params"]))
                 if isinstance(kept[key], Tensor) and (group.get("fused") or group.get("capturable")):
                     kept[key] = kept[key].to(layer.device)  # as these keep their steps
 
@@ -163,10 +164,15 @@ def _copy(
             part.copy_(local(entries[param][key]))
 
 
-def _options(anchor: Anchor) -> list[tuple[str, float]]:
-    """The numbers among the outer optimizer's settings: what a schedule may have changed."""
-    group = anchor.outer.param_groups[0]
-    return [(key, value) for key, value in group.items() if type(value) in (int, float)]
+def _options(anchor: Anchor) -> list[tuple[str, dict[str, Any], str]]:
+    """The numbers among the outer optimizer's settings, which a schedule may have changed: under which name they are
+    saved, group, key."""
+    return [
+        (f"{number}." * bool(number) + key, group, key)
+        for number, group in enumerate(anchor.outer.param_groups)
+        for key, value in group.items()
+        if type(value) in (int, float)
+    ]
 
 
 def _plain(value: Any) -> Any:
@@ -193,8 +199,8 @@ def pack(opt: LocalSGDOptimizer, inner: dict[str, Any]) -> dict[str, Any]:
         states[ids[opt._layers[0].params[0]]] |= {
             RUN: torch.tensor(run, dtype=torch.float64, device="cpu"),
             **{
-                OPTION + key: torch.tensor(float(value), dtype=torch.float64, device="cpu")
-                for key, value in _options(opt._anchor)
+                OPTION + name: torch.tensor(float(group[key]), dtype=torch.float64, device="cpu")
+                for name, group, key in _options(opt._anchor)
             },
             **{MEMORY + key: value.clone() for key, value in opt._memory.items()},
             **{
@@ -267,9 +273,9 @@ def unpack(opt: LocalSGDOptimizer, state_dict: dict[str, Any]) -> None:
     opt._gate.open = opt._due and not opt._delay
     opt._last_round = opt._time() - seconds
     opt._replica_clock.load(clock)
-    for key, number in _options(opt._anchor):
-        if OPTION + key in first:
-            opt._anchor.outer.param_groups[0][key] = type(number)(first[OPTION + key].item())
+    for name, group, key in _options(opt._anchor):
+        if OPTION + name in first:
+            group[key] = type(group[key])(first[OPTION + name].item())
     opt._set_phase()
     fresh = opt.penalty.init(opt.replicas.count, len(opt._columns))
     for key, value in opt._memory.items():
