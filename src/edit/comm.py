@@ -209,23 +209,10 @@ class Replicas:
         else:
             me, grid = dist.get_rank(), _grid(None)
             try:
-                if mesh is not None and not isinstance(mesh, DeviceMesh):
-                    raise TypeError(
-                        f"mesh must be a DeviceMesh or None, but is {mesh!r}: use init_device_mesh"
-                    )
                 grid = _grid(mesh)
-                if not isinstance(timeout, timedelta):
-                    self.timeout = timedelta(seconds=60)
-                    raise TypeError(
-                        f"timeout must be a timedelta or None, but is {timeout!r}: use timedelta(hours=1)"
-                    )
-                if timeout < timedelta(seconds=1):
-                    self.timeout = timedelta(seconds=60)
-                    raise ValueError(
-                        f"timeout must be at least 1 s, but is {timeout}: use timedelta(hours=1)"
-                    )
+                _check_timeout(timeout)
             except Exception as error:  # raised when there is a group in which all can hear of it
-                wrong = error
+                wrong, self.timeout = error, timedelta(seconds=60)
         where = (grid == me).nonzero()
         if len(where) != 1:
             raise ValueError(
@@ -489,10 +476,19 @@ def _stage(mesh: DeviceMesh | None) -> int | None:
     return mesh.get_local_rank(PIPELINE)
 
 
+def _check_timeout(timeout: timedelta) -> None:
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a timedelta or None, but is {timeout!r}: use timedelta(hours=1)")
+    if timeout < timedelta(seconds=1):
+        raise ValueError(f"timeout must be at least 1 s, but is {timeout}: use timedelta(hours=1)")
+
+
 def _grid(mesh: DeviceMesh | None) -> Tensor:
     """Ranks as ``[replica, member]``."""
     if mesh is None:
         return torch.arange(dist.get_world_size(), device="cpu").unsqueeze(1)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh or None, but is {mesh!r}: use init_device_mesh")
     names = mesh.mesh_dim_names or ()
     named = [dim for dim, name in enumerate(names) if name in REPLICATE]
     if len(named) != 1:
