@@ -20,6 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._pytree import tree_map
 
 import edit
+from edit.comm import local
 from problems import IN, OUT, Net, loss_of, net, seeded
 from ranks import RankError, mesh, processes, threads
 
@@ -513,6 +514,22 @@ def test_a_scheduled_outer_lr_survives() -> None:
         again = Run(rank, "diloco", seed=1)
         again.load(snapshot(run.save()))
         assert again.optimizer.outer_param_groups[0]["lr"] == 0.25
+
+    threads(2, fn)
+
+
+def test_a_scheduled_outer_setting_that_was_an_int_survives() -> None:
+    def fn(rank: int) -> None:
+        outer = partial(torch.optim.SGD, lr=1)
+        run = Run(rank, "diloco", outer=outer)
+        run.train(range(4))
+        (group,) = run.optimizer.outer_param_groups
+        group["lr"] = 0.5
+        again = Run(rank, "diloco", seed=1, outer=outer)
+        again.load(snapshot(run.save()))
+        (group,) = again.optimizer.outer_param_groups
+        assert (group["lr"], group["momentum"]) == (0.5, 0)
+        assert type(group["momentum"]) is int
 
     threads(2, fn)
 
@@ -1026,6 +1043,54 @@ def test_refresh_keeps_a_scheduled_outer_lr() -> None:
     threads(2, fn)
 
 
+def test_refresh_that_ranks_do_not_mean_alike_changes_nothing() -> None:
+    """All hear of it, and may train on, or call it again when they agree."""
+
+    def fn(rank: int, wrong: bool, again: bool) -> Any:
+        run = Run(rank, "edit-tight")
+        run.train(range(INTERVAL))
+        run.optimizer.sync()
+        frozen = run.model.blocks[1].requires_grad_
+        if wrong:
+            frozen(rank == 1)
+            with pytest.raises(ValueError, match="layers must be the same on all replicas"):
+                run.optimizer.refresh()
+            frozen(True)
+        if again:
+            frozen(False)
+            run.optimizer.refresh()
+        run.train(range(INTERVAL, 3 * INTERVAL))
+        return run.end()
+
+    for again in (False, True):
+        assert equal(threads(2, fn, True, again), threads(2, fn, False, again))
+
+
+def test_refresh_keeps_outer_groups_by_layer() -> None:
+    """One group a layer; a layer goes, the others keep their settings and momentum."""
+
+    def outer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [param]} for param in params], lr=0.7, momentum=0.9)
+
+    def fn(rank: int) -> None:
+        run = Run(rank, "diloco", outer=outer)
+        run.train(range(INTERVAL))
+        run.optimizer.sync()
+        names = list(run.reports[-1].layers)
+        for name, group in zip(names, run.optimizer.outer_param_groups, strict=True):
+            group["lr"] = 0.1 * (1 + names.index(name))
+        before = [of(run, key)["edit_outer.momentum_buffer"] for key in ("up.weight", "blocks.1.lin.weight")]
+        run.model.blocks[0].requires_grad_(False)
+        run.optimizer.refresh()
+        after = [of(run, key)["edit_outer.momentum_buffer"] for key in ("up.weight", "blocks.1.lin.weight")]
+        assert equal(before, after)
+        left = [name for name in names if name != "blocks.0"]
+        lrs = [group["lr"] for group in run.optimizer.outer_param_groups]
+        assert lrs == [0.1 * (1 + names.index(name)) for name in left]
+
+    threads(2, fn)
+
+
 # ----------------------------------------------------------------------------------------------- close
 
 
@@ -1104,6 +1169,38 @@ def beside_a_group_of_the_users(rank: int) -> bool:
 
 def test_groups_of_the_users_on_some_ranks_do_not_matter() -> None:
     assert processes(4, beside_a_group_of_the_users, timeout=30) == [True] * 4
+
+
+def test_closing_one_optimizer_leaves_anothers_averages() -> None:
+    """A unit of ``fully_shard`` has one hook."""
+
+    def fn(rank: int) -> list[Any]:
+        grid = mesh(2, 1)
+        model = sharded(net(), grid)
+        old = edit.LocalSGDOptimizer(model, mesh=grid, lr=0.05, schedule=edit.EverySteps(3, 5))
+        new = edit.LocalSGDOptimizer(model, mesh=grid, lr=0.05, schedule=edit.EverySteps(3, 5))
+        old.close()
+        loss_of(model, 0, rank).backward()
+        both = [local(param.grad).clone() for param in model.parameters()]
+        new.close()
+        model.zero_grad()
+        loss_of(model, 0, rank).backward()
+        return [both, [local(param.grad).clone() for param in model.parameters()]]
+
+    (mine, alone), (theirs, other) = threads(2, fn)
+    assert equal(mine, theirs)
+    torch.testing.assert_close(mine, [(a + b) / 2 for a, b in zip(alone, other, strict=True)])
+
+
+def test_what_is_refused_leaves_no_groups() -> None:
+    def fn(rank: int) -> None:
+        before = group_count()
+        for wrong in ({"timeout": timedelta(seconds=0.5)}, {"prefetch": -1}, {"lr": -1.0}):
+            with pytest.raises(ValueError):
+                edit.LocalSGDOptimizer(net(), **({"lr": 0.05} | wrong))
+            assert group_count() == before, wrong
+
+    threads(2, fn)
 
 
 def test_refresh_leaves_no_old_groups() -> None:

@@ -38,6 +38,11 @@ class Anchor:
         self.outer.state.clear()
         self.taken = False
 
+    def group(self, index: int) -> dict[str, Any]:
+        """The outer optimizer's parameter group of a layer."""
+        flat = self.flats[index]
+        return next(group for group in self.outer.param_groups if any(p is flat for p in group["params"]))
+
     def _home(self, layer: Layer) -> Tensor:
         if self.offload is None:
             return layer.empty()

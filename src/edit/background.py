@@ -29,8 +29,9 @@ def stop_event() -> Event | None:
 
 def start(
     name: str, work: Callable[[], None], owner: object, wake: Callable[[], None] = lambda: None
-) -> Callable[[], None]:
-    """Call ``work()`` in a thread. Returns what stops it, as do the end of the program and that of ``owner``.
+) -> weakref.finalize[..., Any]:
+    """Call ``work()`` in a thread. Returns what stops it, as do the end of the program and that of ``owner``; where the
+    thread itself ends ``owner``, whose garbage it may collect, it must see that, or be woken.
 
     A daemon: a program that ends, or is interrupted, does not wait for replicas that may never come. But the
     interpreter ends such a thread as it returns to it from C++, which aborts the process; so the thread must look
@@ -48,9 +49,11 @@ def start(
 
 
 def _stop(stop: Event, wake: Callable[[], None], thread: Thread) -> None:
-    stop.set()
     wake()
-    if thread is not threading.current_thread():
+    if (
+        thread is not threading.current_thread()
+    ):  # else perhaps in the middle of a wait for `stop`, which it has locked
+        stop.set()
         thread.join(5)
 
 
@@ -72,18 +75,26 @@ class Background:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
         self._stream: Any = None if self._module is None else self._module.Stream(device)
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._stop: Callable[[], None] | None = None
+        self._stop: weakref.finalize[..., Any] | None = None
 
     def run(self, work: Callable[[], None]) -> Future[None]:
-        """Call ``work()`` in the thread. The future is for :meth:`wait`."""
+        """Call ``work()`` in the thread. The future is for :meth:`wait`.
+
+        Raises:
+            Stopped: the thread was stopped.
+        """
+        if self._stop is not None and not self._stop.alive:
+            raise Stopped(
+                "the thread of this optimizer's rounds was stopped: close() was called, or the program ends"
+            )
         if self._module is not None:
-            self._stream.wait_stream(self._module.current_stream(self._device))
+            self._stream.wait_stream(self._module.current_stream(self.device))
         if self._stop is None:  # neither thread nor queue knows this object, whose end is theirs
-            serve = functools.partial(_serve, self._jobs, self._module, self._device, self._stream)
+            serve = functools.partial(_serve, self._jobs, self._module, self.device, self._stream)
             self._stop = start("edit.round", serve, self, functools.partial(self._jobs.put, None))
         ended: Future[None] = Future()
         self._jobs.put((work, ended))
@@ -93,7 +104,7 @@ class Background:
         """Wait for the end of a job; raise what it raised."""
         ended.result()
         if self._module is not None:
-            self._module.current_stream(self._device).wait_stream(self._stream)
+            self._module.current_stream(self.device).wait_stream(self._stream)
 
     def stop(self) -> None:
         """Tell a job under way to stop, wait a while until it does, and end the thread."""
@@ -102,19 +113,20 @@ class Background:
 
 
 def _serve(jobs: SimpleQueue[Job | None], module: Any, device: torch.device, stream: Any) -> None:
-    if module is not None:  # a thread begins with the first device
-        module.set_device(device)
-    with torch.no_grad(), nullcontext() if module is None else module.stream(stream):
-        while (job := jobs.get()) is not None:
-            work, ended = job
-            error: BaseException | None = None
-            try:
+    while (job := jobs.get()) is not None:
+        work, ended = job
+        error: BaseException | None = None
+        try:
+            # Each time: a thread begins with the first device, and whoever waits must hear of an error in this, too.
+            if module is not None:
+                module.set_device(device)
+            with torch.no_grad(), nullcontext() if module is None else module.stream(stream):
                 work()
-            except BaseException as raised:
-                error = raised
-            del job, work  # a thread that waits for the next one must not keep the last one's tensors
-            if error is None:
-                ended.set_result(None)
-            else:
-                ended.set_exception(error)
-            del ended, error
+        except BaseException as raised:
+            error = raised
+        del job, work  # a thread that waits for the next one must not keep the last one's tensors
+        if error is None:
+            ended.set_result(None)
+        else:
+            ended.set_exception(error)
+        del ended, error

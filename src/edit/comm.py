@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,8 @@ class SyncError(RuntimeError):
 
 
 # ------------------------------------------------------------------------------------- DTensor and FSDP
+
+_gradient_hooks: WeakKeyDictionary[nn.Module, Callable[[Tensor], None]] = WeakKeyDictionary()
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -149,10 +152,19 @@ def gather_early(module: nn.Module) -> None:
         module.unshard(async_op=True)
 
 
-def set_gradient_hook(module: nn.Module, hook: Callable[[Tensor], None] | None) -> None:
-    """Call ``hook`` with every gradient buffer of the unit after its reduce-scatter; ``None``: no more."""
+def set_gradient_hook(module: nn.Module, hook: Callable[[Tensor], None]) -> None:
+    """Call ``hook`` with every gradient buffer of the unit after its reduce-scatter, in place of an earlier hook."""
     assert isinstance(module, FSDPModule)
-    module.set_all_reduce_hook(hook)  # type: ignore[arg-type]
+    module.set_all_reduce_hook(hook)
+    _gradient_hooks[module] = hook
+
+
+def remove_gradient_hook(module: nn.Module, hook: Callable[[Tensor], None]) -> None:
+    """Call ``hook`` no more. One that has taken its place, another optimizer's, stays."""
+    assert isinstance(module, FSDPModule)
+    if _gradient_hooks.get(module) is hook:
+        module.set_all_reduce_hook(None)  # type: ignore[arg-type]
+        del _gradient_hooks[module]
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
@@ -231,8 +243,18 @@ class Replicas:
                 "init_process_group was given device_id, with which torch makes groups of NCCL by splitting that of all "
                 "ranks, and waits for all: leave device_id away, or use a mesh of all ranks"
             )
-        self.control = self._group("control", [self.ranks], "cpu")
-        self.files = self._group("files", [self.ranks], "cpu")
+        self.leader = self.ranks[0]  # decides for all: one verdict, not one per CPU model
+        try:
+            self.control = self._group("control", [self.ranks], "cpu")
+            self.files = self._group("files", [self.ranks], "cpu")
+            self._agree_on_mesh(wrong)
+            self.watch = self._watch()
+            self._replica_host = self._group("clock", self.grid, "cpu") if self.members > 1 else None
+        except BaseException:
+            self.close()
+            raise
+
+    def _agree_on_mesh(self, wrong: Exception | None) -> None:
         with self.agree("LocalSGDOptimizer(...)"):
             if wrong is not None:
                 raise wrong
@@ -244,9 +266,6 @@ class Replicas:
                     f"mesh must be the same on all ranks, but groups them as {said[first]} on rank {first} "
                     f"and as {theirs} on rank {rank}: build the same mesh on every rank"
                 )
-        self.watch = self._watch()
-        self.leader = self.ranks[0]  # decides for all: one verdict, not one per CPU model
-        self._replica_host = self._group("clock", self.grid, "cpu") if self.members > 1 else None
 
     def connect(self, device: torch.device, holders: dict[str, list[tuple[int, ...]]]) -> None:
         """Make the groups for the parameters' ``device``.
@@ -254,7 +273,9 @@ class Replicas:
         ``holders``: for each layer, the ranks that hold it, replica by replica.
         """
         columns = [list(column) for column in zip(*self.grid, strict=True)]
-        self.device, self.background = device, Background(device)
+        self.device = device
+        if self.background.device != device:
+            self.background = Background(device)
         self.sync = self._group("sync", columns, device.type)
         peers = [row[self.member] for row in self.grid]
         self._slots = [
@@ -422,8 +443,13 @@ class Replicas:
             yield
         except Exception as caught:
             error = caught
-        with self.naming(f"{what}, which all ranks must call,"):
-            said = self.gather_objects(error and f"{type(error).__name__}: {error}", files=files)
+        try:
+            with self.naming(f"{what}, which all ranks must call,"):
+                said = self.gather_objects(error and f"{type(error).__name__}: {error}", files=files)
+        except SyncError as lost:
+            if error is not None:  # what came first
+                raise error from lost
+            raise
         if error is not None:
             raise error
         for rank, text in said.items():

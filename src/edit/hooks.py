@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .comm import Replicas, at_end_of_backward, is_unit, local, set_gradient_hook
+from .comm import Replicas, at_end_of_backward, is_unit, local, remove_gradient_hook, set_gradient_hook
 from .layers import Layer
 
 _WARMUP = "averaging gradients in the warm-up, in which all replicas make the same steps,"
@@ -67,6 +67,12 @@ class Gate:
         return Gate, (None,)
 
 
+def served(model: nn.Module) -> bool:
+    """Whether a :class:`Gate` hangs on ``model``."""
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return any(isinstance(getattr(hook, "__self__", None), Gate) for hook in hooks)
+
+
 class GradientAverage:
     """Averages gradients over the replicas, complete when ``backward()`` returns, as with DDP.
 
@@ -80,11 +86,11 @@ class GradientAverage:
     def __init__(self, layers: list[Layer], replicas: Replicas) -> None:
         self.replicas = replicas
         self.layers = [(layer, layer.plain) for layer in layers if layer.plain]
-        self._units = [unit for layer in layers for unit in layer.units]
         self._new = False  # gradients that were not averaged yet
         self._handles: list[Any] = []
-        for unit in self._units:
-            set_gradient_hook(unit, weakly(self._average_unit))
+        self._units = [(unit, weakly(self._average_unit)) for layer in layers for unit in layer.units]
+        for unit, hook in self._units:
+            set_gradient_hook(unit, hook)
         # (Re-entrant checkpointing nests backwards: each averages, which leaves what is equal already as it is.)
         self._handles += [
             param.register_post_accumulate_grad_hook(weakly(self._accumulated))  # type: ignore[no-untyped-call]
@@ -136,8 +142,8 @@ class GradientAverage:
 
     def remove(self) -> None:
         """Gradients are the replica's own from now on."""
-        for unit in self._units:
-            set_gradient_hook(unit, None)
+        for unit, hook in self._units:
+            remove_gradient_hook(unit, hook)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

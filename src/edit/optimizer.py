@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import warnings
@@ -23,7 +24,7 @@ from .buffers import Buffers
 from .clock import ReplicaClock
 from .comm import Replicas, gather_early, is_unit, local, prefetched, reshard, unit_key
 from .events import Events
-from .hooks import Gate, GradientAverage
+from .hooks import Gate, GradientAverage, served
 from .layers import Layer, cut
 from .outer import Nesterov, Outer
 from .penalty import MEAN, Penalty, PseudoGradientPenalty
@@ -161,7 +162,11 @@ class LocalSGDOptimizer(WrappedOptimizer):
             self._gate = Gate(self._reach)
             self._handles: list[RemovableHandle] = []
             self._average: GradientAverage | None = None
-            self._setup()
+            if served(model):
+                # By an optimizer before this one, which perhaps nobody uses any more. It would go on, and average
+                # gradients, until the garbage is collected, which each rank does at a time of its own.
+                gc.collect()
+            self._setup(*self._agree_on_layers())
         except BaseException:
             self.replicas.close()
             raise
@@ -408,20 +413,26 @@ class LocalSGDOptimizer(WrappedOptimizer):
         """
         self._check_usable()
         self._agree_on_boundary("refresh()")
-        kept = saved.export(self)
+        with self.replicas.agree("refresh()"):
+            build_inner(self.inner, self.model, {})
+            kept = saved.export(self)
         memory = {name: {k: v[..., c].clone() for k, v in self._memory.items()} for c, name in
                   enumerate(self._columns)}  # fmt: skip
         before = self._anchor
-        with self.replicas.agree("refresh()"):
-            build_inner(self.inner, self.model, {})
-        self._setup()
-        for group, old in zip(self.outer_param_groups, before.outer.param_groups, strict=True):
-            group.update({key: value for key, value in old.items() if key != "params"})
-        if before.taken:
-            saved.restore(self, kept)
-        for column, name in enumerate(self._columns):
-            for key, value in memory.get(name, {}).items():
-                self._memory[key][..., column] = value
+        settings = {layer.name: before.group(index) for index, layer in enumerate(before.layers)}
+        agreed = self._agree_on_layers()
+        with self._failing():
+            self._setup(*agreed)
+            for index, layer in enumerate(self._anchor.layers):
+                old = settings.get(layer.name, {})
+                self._anchor.group(index).update(
+                    {key: value for key, value in old.items() if key != "params"}
+                )
+            if before.taken:
+                saved.restore(self, kept)
+            for column, name in enumerate(self._columns):
+                for key, value in memory.get(name, {}).items():
+                    self._memory[key][..., column] = value
 
     def close(self) -> None:
         """Remove the hooks and destroy the package's process groups, after a checkpoint that is being written in
@@ -440,6 +451,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         self._stop_averaging()
         self._gate.open = False
         self._failure = self._failure or RuntimeError("close() was called")
+        self._round = self._start = None
         self.replicas.close()
         if saving is not None:
             saving.result()
@@ -466,37 +478,47 @@ class LocalSGDOptimizer(WrappedOptimizer):
     # ------------------------------------------------------------------------------------------- setup
 
     @torch.no_grad()
-    def _setup(self) -> None:
-        """Collective: cut the model, agree on it, start equal, hook it."""
+    def _agree_on_layers(self) -> tuple[list[Layer], Buffers, dict[str, list[tuple[int, ...]]]]:
+        """Collective: cut the model, agree on it. Changes nothing. Returns the layers and buffers of this rank, and the
+        ranks that hold each layer, replica by replica."""
         replicas = self.replicas
         self._reshard()
         with replicas.agree("the cut into layers"):
-            self._layers: list[Layer] = cut(self.model, self._chosen)
-        self._buffers = Buffers(self.model)
+            layers = cut(self.model, self._chosen)
+        buffers = Buffers(self.model)
         mine = {
             "settings": {**self._settings, "inner": type(self.inner).__name__},
-            "layers": {layer.name: describe_layer(layer) for layer in self._layers},
+            "layers": {layer.name: describe_layer(layer) for layer in layers},
             "parameters and buffers": {
-                name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in self._tensors()
+                name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in self._tensors(buffers)
             },
             "stage": replicas.stage,
         }
         names = tell_stages_apart(compare(replicas, mine))
-        for layer in self._layers:
+        for layer in layers:
             layer.name = names[replicas.rank][layer.name]
         has = {rank: set(of_rank.values()) for rank, of_rank in names.items()}
-        self._columns = list(dict.fromkeys(name for rank in replicas.ranks for name in names[rank].values()))
+        columns = list(dict.fromkeys(name for rank in replicas.ranks for name in names[rank].values()))
         everywhere = {
             name: [tuple(rank for rank in row if name in has[rank]) for row in replicas.grid]
-            for name in self._columns
+            for name in columns
         }
         holders = {name: of_replicas[replicas.index] for name, of_replicas in everywhere.items()}
         with replicas.agree("LocalSGDOptimizer(...)"):
-            check_holders(self._layers, holders)
-        for layer in self._layers:
-            layer.column = self._columns.index(layer.name)
+            check_holders(layers, holders)
+        for layer in layers:
+            layer.column = columns.index(layer.name)
             layer.set_holders(len(holders[layer.name]))
-        replicas.connect(self._layers[0].device, everywhere)
+        return layers, buffers, everywhere
+
+    @torch.no_grad()
+    def _setup(
+        self, layers: list[Layer], buffers: Buffers, holders: dict[str, list[tuple[int, ...]]]
+    ) -> None:
+        """Collective: start equal, hook the model."""
+        replicas = self.replicas
+        self._layers, self._buffers, self._columns = layers, buffers, list(holders)
+        replicas.connect(self._layers[0].device, holders)
         shares = replicas.gather_objects(
             sum((end - start) / same for layer in self._layers for start, end, same in layer.held)
         )
@@ -521,7 +543,7 @@ class LocalSGDOptimizer(WrappedOptimizer):
         """Replicas that differ are overwritten by replica 0's, and the log says where."""
         if self.replicas.count == 1:
             return
-        tensors, differed = self._tensors(), []
+        tensors, differed = self._tensors(self._buffers), []
         for name, tensor in tensors:
             first = tensor.clone(memory_format=torch.contiguous_format)
             self.replicas.from_first_replica(first)
@@ -536,10 +558,10 @@ class LocalSGDOptimizer(WrappedOptimizer):
                 self.replicas.index, len(differed), len(tensors), ", ".join(differed[:3]),
             )  # fmt: skip
 
-    def _tensors(self) -> list[tuple[str, Tensor]]:
+    def _tensors(self, buffers: Buffers) -> list[tuple[str, Tensor]]:
         """All parameters and persistent buffers: this rank's part."""
         parameters = [(name, local(param)) for name, param in self.model.named_parameters()]
-        return parameters + list(zip(self._buffers.names, self._buffers.tensors(), strict=True))
+        return parameters + list(zip(buffers.names, buffers.tensors(), strict=True))
 
     def _set_phase(self) -> None:
         """Gradients are averaged in the warm-up, and are the replica's own after it."""
@@ -672,10 +694,10 @@ class LocalSGDOptimizer(WrappedOptimizer):
             with self.replicas.agree("add_param_group()"):
                 super().add_param_group(param_group)
                 build_inner(self.inner, self.model, {})
+            self.refresh()
         except BaseException:
             del self.param_groups[before:]
             raise
-        self.refresh()
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, and with it, parameter by parameter, anchor and outer state; with the

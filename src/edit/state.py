@@ -146,8 +146,7 @@ def restore(opt: LocalSGDOptimizer, entries: Entries) -> None:
                 _copy(opt, layer, OUTER + key, kept[key], entries, first)
             else:
                 kept[key] = _plain(began[0][OUTER + key])
-                groups = opt._anchor.outer.param_groups
-                group = next(group for group in groups if any(param is flat for param in group["params"]))
+                group = opt._anchor.group(index)
                 if isinstance(kept[key], Tensor) and (group.get("fused") or group.get("capturable")):
                     kept[key] = kept[key].to(layer.device)  # as these keep their steps
 
@@ -275,7 +274,8 @@ def unpack(opt: LocalSGDOptimizer, state_dict: dict[str, Any]) -> None:
     opt._replica_clock.load(clock)
     for name, group, key in _options(opt._anchor):
         if OPTION + name in first:
-            group[key] = type(group[key])(first[OPTION + name].item())
+            value = first[OPTION + name].item()  # a float; an int remains one as long as it is whole
+            group[key] = int(value) if type(group[key]) is int and value.is_integer() else value
     opt._set_phase()
     fresh = opt.penalty.init(opt.replicas.count, len(opt._columns))
     for key, value in opt._memory.items():

@@ -143,9 +143,10 @@ def _look_again(watch: weakref.ref[Watch], seconds: float) -> None:
     stop = background.stop_event()
     assert stop is not None
     while not stop.wait(seconds):
-        if (alive := watch()) is not None:
-            with suppress(RuntimeError):  # the store is gone
-                alive.look()
+        if (alive := watch()) is None:
+            return
+        with suppress(RuntimeError):  # the store is gone
+            alive.look()
         del alive
 
 
