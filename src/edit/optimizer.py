@@ -438,6 +438,9 @@ class LocalSGDOptimizer(WrappedOptimizer):
         """Remove the hooks and destroy the package's process groups, after a checkpoint that is being written in
         the background. The model stays as it is.
 
+        Call it, on all ranks, before the model trains on without this optimizer: one that is only dropped is gone, and
+        averages no more gradients in the warm-up, when Python collects it, perhaps at another time on each rank.
+
         Raises:
             OSError, RuntimeError: that checkpoint could not be written. All else is done.
         """
