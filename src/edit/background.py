@@ -50,9 +50,8 @@ def start(
 
 def _stop(stop: Event, wake: Callable[[], None], thread: Thread) -> None:
     wake()
-    if (
-        thread is not threading.current_thread()
-    ):  # else perhaps in the middle of a wait for `stop`, which it has locked
+    # In the thread itself the collector may have come here in the middle of a wait for `stop`, which is locked then.
+    if thread is not threading.current_thread():
         stop.set()
         thread.join(5)
 
