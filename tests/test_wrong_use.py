@@ -219,6 +219,21 @@ def test_mesh_that_leaves_ranks_out_where_torch_splits_communicators() -> None:
         says(error[1], "mesh must hold all 3 ranks", "holds 2", "device_id", "leave device_id away")
 
 
+def test_a_ranks_own_error_is_not_lost_with_the_others() -> None:
+    optimizer = build()
+    gone = mock.patch.object(
+        optimizer.replicas, "gather_objects", side_effect=RuntimeError("connection closed")
+    )
+    with gone, pytest.raises(OSError, match="disk full"), optimizer.replicas.agree("it"):
+        raise OSError("disk full")
+    with (
+        gone,
+        pytest.raises(edit.SyncError, match="it, which all ranks must call, failed.*connection closed"),
+    ):  # noqa: SIM117
+        with optimizer.replicas.agree("it"):
+            pass
+
+
 # ----------------------------------------------------------------------------------------------- model
 
 
